@@ -1,0 +1,297 @@
+"""The bus's words: what gateways send to an engine, what an engine answers, and where both are kept.
+
+Imports msgspec only: the gateway imports this module and no other of this room.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+VERSION = 1
+"""Raised when an older reader would misread a message; a reader refuses a message above its own."""
+
+KEY_PREFIX = "tetrarch:1:"
+RUN_END_ID = "18446744073709551615-18446744073709551615"
+"""The largest stream id there is: a run's end is written under it, so a second end is impossible."""
+
+EVENT_FIELD = b"e"
+"""Every stream entry has this one field; its value is one encoded message."""
+
+LEASE_SECONDS = 3.0
+
+
+def inbox_key(engine_id: str) -> str:
+    """Stream of `ToEngine` for one engine."""
+    return f"{KEY_PREFIX}engine:{engine_id}:inbox"
+
+
+def engine_key(engine_id: str) -> str:
+    """Hash of one engine: fields `info` (EngineInfo) and `stats` (EngineStats)."""
+    return f"{KEY_PREFIX}engine:{engine_id}"
+
+
+def engine_lease_key(engine_id: str) -> str:
+    """Holds the living incarnation's number as text; expires after LEASE_SECONDS without renewal."""
+    return f"{KEY_PREFIX}engine:{engine_id}:lease"
+
+
+def engine_incarnation_key(engine_id: str) -> str:
+    """Counter: each start of an engine increments it."""
+    return f"{KEY_PREFIX}engine:{engine_id}:incarnation"
+
+
+ENGINES_KEY = f"{KEY_PREFIX}engines"
+"""Set of engine ids ever started on this bus."""
+
+RUNS_LIVE_KEY = f"{KEY_PREFIX}runs:live"
+"""Set of run ids that have no end yet."""
+
+
+def gateway_lease_key(gateway_id: str) -> str:
+    """Holds `1` while the gateway lives; expires after LEASE_SECONDS without renewal."""
+    return f"{KEY_PREFIX}gateway:{gateway_id}:lease"
+
+
+def run_events_key(run_id: str) -> str:
+    """Stream of `Event` for one run; ids are `<attempt>-<sequence>`."""
+    return f"{KEY_PREFIX}run:{run_id}:events"
+
+
+def tokenizer_key(digest: str) -> str:
+    """String: the encoded TokenizerBundle with this digest."""
+    return f"{KEY_PREFIX}tokenizer:{digest}"
+
+
+def event_id(attempt: int, sequence: int) -> str:
+    """The stream id of an event: sequence counts from 1 (the gateway's Dispatched or verdict) within its attempt."""
+    return f"{attempt}-{sequence}"
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower, omit_defaults=True
+):
+    """Base of everything on the bus. Unknown fields are ignored, so a field may be added with a default."""
+
+    v: int = VERSION
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one turn picks its tokens. The neutral values switch a transformation off."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None  # None: drawn afresh by the engine
+    top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
+
+
+class Submit(Message):
+    """One turn for one engine."""
+
+    run_id: str
+    attempt: int
+    incarnation: int  # of the engine that shall run it; another incarnation ignores it
+    digest: str  # of the TokenizerBundle that made token_ids
+    token_ids: bytes  # prompt, little-endian uint32
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    tenant: str = ""  # prefixes are never shared between tenants
+    agent: str = ""  # who calls; it returns to its last worker when that is free
+
+
+class Cancel(Message):
+    """Ends a turn at the next step border, wherever it is. Harmless for an unknown or ended turn."""
+
+    run_id: str
+    attempt: int
+
+
+ToEngine = Submit | Cancel
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Token counts of a turn. cached_tokens is the part of prompt_tokens that was not computed."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a turn's time went, measured by the engine; all in seconds."""
+
+    worker: int | None = None  # None: never reached a worker
+    queue_seconds: float = 0.0  # received -> worker
+    prefill_seconds: float = 0.0  # worker -> first token
+    decode_seconds: float = 0.0  # first token -> last token
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One candidate token: id, its bytes, natural-log probability before temperature and penalties."""
+
+    token_id: int
+    token: bytes
+    logprob: float
+
+
+class ChosenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The sampled token and the most likely ones at its position, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Accepted(Message):
+    """First event of a run (id 0-1), written by its gateway: creating the stream claims the run id."""
+
+    model: str
+    engine_id: str
+    created: int  # unix seconds
+    prompt_tokens: int
+    gateway: str = ""  # attached: this gateway's lease keeps the run alive; "": detached
+    request: msgspec.Raw = msgspec.Raw(b"\xc0")  # what a resuming gateway needs to shape the answer
+
+
+class Dispatched(Message):
+    """The gateway sent this attempt to an engine: id `<attempt>-1`, so an engine's own events start at 2."""
+
+    engine_id: str
+    incarnation: int
+
+
+class Started(Message):
+    """The turn has a worker; prefill begins after its cached tokens."""
+
+    worker: int
+    cached_tokens: int
+
+
+class Progress(Message):
+    """Prefill so far: prompt tokens in the cache, cached ones included."""
+
+    processed_tokens: int
+    prompt_tokens: int
+
+
+class Tokens(Message):
+    """Generated tokens and the text that became certain with them; either may be empty."""
+
+    token_ids: bytes  # little-endian uint32
+    text: str
+    logprobs: tuple[ChosenLogprob, ...] = ()
+
+
+class Finished(Message):
+    """Terminal: the turn ended by itself. reason is `stop` or `length`."""
+
+    reason: str
+    usage: Usage
+    timings: Timings
+    stop_text: str | None = None  # the stop string that ended it
+
+
+class Cancelled(Message):
+    """Terminal: a Cancel was obeyed."""
+
+    usage: Usage
+    timings: Timings
+
+
+class Failed(Message):
+    """Terminal: error names the kind (a metric label), message says what to do."""
+
+    error: str
+    message: str
+    retryable: bool = False
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+
+
+class RunEnded(Message):
+    """The end of a run, under RUN_END_ID. state is `completed`, `cancelled` or `failed`."""
+
+    state: str
+
+
+TurnEnd = Finished | Cancelled | Failed
+Event = Accepted | Dispatched | Started | Progress | Tokens | Finished | Cancelled | Failed | RunEnded
+
+
+class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """All a gateway needs to turn messages into this engine's tokens."""
+
+    tokenizer_json: bytes
+    chat_template: str  # "" when the model has none: chat calls are refused
+    special_tokens: dict[str, str] = {}  # bos_token, eos_token, ... as the template names them
+    eos_token_ids: tuple[int, ...] = ()
+    add_bos: bool = False  # completions: whether a raw prompt gets the BOS token
+
+
+class KVFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured on the live pools, not read from the settings."""
+
+    dtype: str
+    bytes_per_token: float
+    page_tokens: int
+    num_pages: int
+    pool_bytes: int
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is, published once per incarnation."""
+
+    engine_id: str
+    incarnation: int
+    model_id: str
+    digest: str  # of the TokenizerBundle
+    context_length: int
+    num_workers: int
+    vocab_size: int
+    kv: KVFacts
+    device: str
+    weights: str  # measured dtype of the linear weights
+    blas: str
+    created: int  # unix seconds
+    settings: dict[str, Any] = {}  # effective values by room
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine is doing, published every second. Counters grow over one incarnation."""
+
+    incarnation: int
+    ready: bool  # False: starting, draining, or a step exceeds 10 times its predicted time
+    reason: str = ""  # why not ready
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_pages: int = 0
+    num_tree_pages: int = 0
+    num_live_pages: int = 0  # owned by running turns
+    num_tree_nodes: int = 0
+    num_evicted_pages: int = 0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    generated_tokens: int = 0
+    num_steps: int = 0
+    step_age_seconds: float = 0.0  # of the step in flight, 0 when idle
+    active_memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+    prefill_tokens_per_second: float = 0.0  # moving averages, for routing and Retry-After
+    decode_tokens_per_second: float = 0.0
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_event = msgspec.msgpack.Decoder(Event).decode
+decode_info = msgspec.msgpack.Decoder(EngineInfo).decode
+decode_stats = msgspec.msgpack.Decoder(EngineStats).decode
+decode_tokenizer = msgspec.msgpack.Decoder(TokenizerBundle).decode
