@@ -1,0 +1,142 @@
+"""The gateway's errors: what went wrong in words a caller can act on, and how HTTP says it.
+
+Knows the OpenAI error shape; knows neither aiohttp nor the bus.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """How one kind of error is told: HTTP status, OpenAI `type`, whether the same call may work later."""
+
+    status: int
+    type: str
+    retryable: bool = False
+
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+KINDS: dict[str, ErrorKind] = {
+    # asked for wrongly
+    "invalid_field": ErrorKind(400, INVALID),
+    "invalid_json": ErrorKind(400, INVALID),
+    "template_error": ErrorKind(400, INVALID),
+    "context_length_exceeded": ErrorKind(400, INVALID),
+    "unauthorized": ErrorKind(401, "authentication_error"),
+    "not_found": ErrorKind(404, INVALID),
+    "model_not_found": ErrorKind(404, INVALID),
+    "run_not_found": ErrorKind(404, INVALID),
+    "method_not_allowed": ErrorKind(405, INVALID),
+    "body_too_large": ErrorKind(413, INVALID),
+    "unsupported_content_type": ErrorKind(415, INVALID),
+    "host_not_allowed": ErrorKind(421, INVALID),
+    # cannot now
+    "overloaded": ErrorKind(429, "rate_limit_error", retryable=True),
+    "no_engine": ErrorKind(503, SERVER, retryable=True),
+    "bus_unavailable": ErrorKind(503, SERVER, retryable=True),
+    "engine_lost": ErrorKind(503, SERVER, retryable=True),
+    # ours
+    "cancelled": ErrorKind(499, SERVER),
+    "internal_error": ErrorKind(500, SERVER),
+}
+"""One table: kind (also the metric label and OpenAI `code`) -> status, type, retryability."""
+
+UNKNOWN_KIND = ErrorKind(500, SERVER)
+
+
+class GatewayError(Exception):
+    """Base of all errors that a caller may see. `message` never holds prompt text.
+
+    GatewayError
+      InvalidField      a known field of the body has a bad type or value (400)
+      UnknownModel      no engine serves that model (404)
+      RunNotFound       no such run, or its events have expired (404)
+      Overloaded        too many wait (429, Retry-After)
+      NoEngine          no living engine can take the call now (503)
+      TurnFailed        the turn ended in `Failed` or `Cancelled`
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        retryable: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        traits = KINDS.get(kind, UNKNOWN_KIND)
+        self.kind = kind
+        self.status = traits.status
+        self.type = traits.type
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after  # seconds
+        self.retryable = traits.retryable if retryable is None else retryable
+
+    def body(self) -> dict[str, Any]:
+        """The OpenAI error object, as every endpoint and every failed stream sends it."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.kind}
+        return {"error": error}
+
+
+class InvalidField(GatewayError):
+    """A known field of the body has a bad type or value."""
+
+    def __init__(self, param: str | None, message: str, *, kind: str = "invalid_field") -> None:
+        super().__init__(kind, message, param=param)
+
+
+class UnknownModel(GatewayError):
+    """No engine on this bus serves the model."""
+
+    def __init__(self, model: str, known: list[str]) -> None:
+        available = ", ".join(known) or "none now"
+        super().__init__(
+            "model_not_found",
+            f"The model '{shorten(model)}' does not exist here. Available: {available}.",
+            param="model",
+        )
+
+
+class RunNotFound(GatewayError):
+    """The run never was, or its events have expired."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__("run_not_found", f"There is no run '{shorten(run_id)}', or its events have expired.")
+
+
+class Overloaded(GatewayError):
+    """Too many calls wait already."""
+
+    def __init__(self, retry_after_seconds: float, message: str | None = None) -> None:
+        seconds = max(1, round(retry_after_seconds))
+        super().__init__(
+            "overloaded",
+            message or f"Too many calls are waiting. Try again in {seconds} s.",
+            retry_after=seconds,
+        )
+
+
+class NoEngine(GatewayError):
+    """No living engine can take the call; `kind` is bus_unavailable when the bus itself is away."""
+
+    def __init__(self, message: str, *, kind: str = "no_engine", retry_after: float | None = 2) -> None:
+        super().__init__(kind, message, retry_after=retry_after)
+
+
+class TurnFailed(GatewayError):
+    """A turn ended in `Failed` or `Cancelled`; kind and message are the event's own."""
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """A value as an error message may show it: one line, at most `limit` characters."""
+    text = value if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
