@@ -1,0 +1,43 @@
+"""What can go wrong in an engine, as a small tree: whoever raises picks the kind, whoever reports reads it."""
+
+from __future__ import annotations
+
+
+class WorkersError(Exception):
+    """Base of this room's errors. The message says what is wrong and what to do about it."""
+
+
+class SettingsError(WorkersError):
+    """A setting is unknown, has a wrong value, or asks for what this machine cannot do."""
+
+
+class ModelError(WorkersError):
+    """The model cannot be loaded: a broken folder, a missing or truncated file, an unusable tokenizer."""
+
+
+class UnsupportedModel(ModelError):
+    """The model's type, or a feature that it needs, is not implemented here."""
+
+
+class DoesNotFit(ModelError):
+    """Weights and pages need more memory than there is; the message holds the arithmetic and what would fit."""
+
+
+class BusError(WorkersError):
+    """The bus cannot be reached or is not fit for use."""
+
+
+class LeaseLost(BusError):
+    """Another incarnation of this engine took over: nothing more may be written in this one's name."""
+
+
+class StepFailed(WorkersError):
+    """A whole step failed; the pools are as they were before it, apart from rows that nobody has committed."""
+
+
+class PoolsLost(StepFailed):
+    """A whole step failed and the pools hold nothing usable any more: rebuild them and empty the tree."""
+
+
+class IntegrityError(WorkersError):
+    """The engine's own account does not add up; the message names the turn and the two figures."""

@@ -1,0 +1,106 @@
+"""What one step shall run and what came of it: the words between the scheduler and the runner.
+
+Knows neither MLX nor the cache's policy; everything here is frozen and lives for one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcache.cache import PageCopy
+
+from .messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How the token after a segment's last row is sampled.
+
+    `prompt` and `generated` are the turn's own growing arrays, for the penalties: read them during the step, do
+    not keep them. `generated` holds the tokens before the one to be sampled.
+    """
+
+    sampling: Sampling
+    seed: int  # resolved: never None
+    step: int  # index of the token to be sampled in its turn, from 0
+    prompt: Sequence[int]
+    generated: Sequence[int]
+    banned: tuple[int, ...] = ()  # token ids that may not be sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one turn at positions [start, start + len(token_ids))."""
+
+    worker: int
+    start: int
+    token_ids: Sequence[int]
+    pages: Sequence[int]  # page table; covers the rows, and may be longer
+    row: RowSampling | None  # None: a prompt chunk that is not the last, nothing is sampled
+
+    @property
+    def end(self) -> int:
+        """Position after the last row: the length of the turn's path once the step is committed."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One pass over the model: decode segments (one row each) first, then at most one prefill segment."""
+
+    copies: tuple[PageCopy, ...]  # page copies to make before any write of this step
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that go through the model."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Segments of one row that sample; a prompt's last single row is one too, as it costs the same."""
+        return sum(len(segment.token_ids) == 1 and segment.row is not None for segment in self.segments)
+
+    @property
+    def num_prefill_rows(self) -> int:
+        """All other rows."""
+        return self.num_rows - self.num_decode_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Token ids with their natural-log probabilities, before temperature and penalties; `top` is best first."""
+
+    chosen: tuple[int, float]
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentResult:
+    """What one segment gave: a sampled token, nothing (its chunk was not the last), or a fault in its data."""
+
+    token_id: int | None
+    logprob: Candidates | None = None
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results in the order of the plan's segments, and the wall time of the pass."""
+
+    segments: tuple[SegmentResult, ...]
+    seconds: float
+
+
+class Runner(Protocol):
+    """Whoever evaluates a plan: the model, or a fake in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Evaluate every segment. Raises when the whole step failed (PoolsLost: the pools are unusable)."""
+        ...
+
+    def rebuild(self) -> None:
+        """Make new, empty pools."""
+        ...
