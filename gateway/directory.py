@@ -1,0 +1,161 @@
+"""Which engines there are, how they are doing and which of them live: polled from the bus twice a second.
+
+Owns the judgement that an engine is lost. Knows no run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from workers.messages import (
+    ENGINES_KEY,
+    LEASE_SECONDS,
+    EngineInfo,
+    EngineStats,
+    TokenizerBundle,
+    decode_info,
+    decode_stats,
+    decode_tokenizer,
+    engine_key,
+    engine_lease_key,
+    tokenizer_key,
+)
+
+from .bus import Bus, BusLost
+from .errors import NoEngine, UnknownModel
+
+POLL_SECONDS = 0.5
+GRACE_SECONDS = LEASE_SECONDS + 1.0
+"""After the bus (or this process) slept, a missing lease proves nothing until engines had time to renew it."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine as last seen. `alive`: its lease holds the incarnation that `info` describes."""
+
+    info: EngineInfo
+    stats: EngineStats
+    alive: bool
+    tokenizer: TokenizerBundle
+
+
+class Directory:
+    """The engines of this bus. `on_poll` functions are called after each look, also one without news."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.on_poll: list[Callable[[], None]] = []
+        self._bus = bus
+        self._views: dict[str, EngineView] = {}
+        self._leases: dict[str, int | None] = {}
+        self._tokenizers: dict[str, TokenizerBundle] = {}
+        self._polled_at: float | None = None
+        self._trusted_from = 0.0  # monotonic; before it a missing lease proves nothing
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Looks once, then keeps looking."""
+        await self.refresh()
+        self._task = asyncio.create_task(self._poll_forever(), name="directory")
+
+    async def stop(self) -> None:
+        """Stops looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def engines(self) -> list[EngineView]:
+        """All engines that this bus knows, dead ones too, by id."""
+        return [self._views[engine_id] for engine_id in sorted(self._views)]
+
+    def find(self, model: str) -> EngineView:
+        """A living engine that serves `model`. Raises UnknownModel or NoEngine."""
+        alive = [view for view in self.engines() if view.alive]
+        serving = [view for view in alive if view.info.model_id == model]
+        if serving:
+            return min(serving, key=lambda view: (not view.stats.ready, view.stats.num_running))
+        if any(view.info.model_id == model for view in self._views.values()) or not alive:
+            raise NoEngine(
+                "No engine is running now. It may be starting or restarting: try again in a few seconds."
+            )
+        raise UnknownModel(model, sorted({view.info.model_id for view in alive}))
+
+    def like(self, engine: EngineView) -> list[EngineView]:
+        """Living engines that take the same prompts: same model and tokenizer."""
+        wanted = (engine.info.model_id, engine.info.digest)
+        return [v for v in self.engines() if v.alive and (v.info.model_id, v.info.digest) == wanted]
+
+    def is_lost(self, engine_id: str | None, incarnation: int | None) -> bool:
+        """Whether that incarnation will certainly say no more. False while in doubt."""
+        lease = self._leases.get(engine_id or "")
+        if lease is not None:
+            return lease != incarnation
+        return self._polled_at is not None and time.monotonic() >= self._trusted_from
+
+    async def refresh(self) -> None:
+        """One look at every engine."""
+        known: set[str] = set()
+        while True:
+            seen = await self._look(sorted(known))
+            if seen <= known:
+                break
+            known |= seen
+        now = time.monotonic()
+        if self._polled_at is not None and now - self._polled_at > LEASE_SECONDS / 2:
+            self._trusted_from = now + GRACE_SECONDS
+        self._polled_at = now
+
+    async def _look(self, engine_ids: list[str]) -> set[str]:
+        pipeline = self._bus.commands.pipeline(transaction=False)
+        pipeline.smembers(ENGINES_KEY)
+        for engine_id in engine_ids:
+            pipeline.hmget(engine_key(engine_id), ["info", "stats"])
+            pipeline.get(engine_lease_key(engine_id))
+        names, *answers = await self._bus.execute(pipeline)
+        for index, engine_id in enumerate(engine_ids):
+            await self._note(engine_id, answers[2 * index], answers[2 * index + 1])
+        return {name.decode() for name in names}
+
+    async def _note(self, engine_id: str, fields: list[bytes | None], lease: bytes | None) -> None:
+        self._leases[engine_id] = int(lease) if lease is not None else None
+        if fields[0] is None:
+            return
+        info = decode_info(fields[0])
+        tokenizer = await self._tokenizer(info.digest)
+        if tokenizer is None:
+            return
+        stats = decode_stats(fields[1]) if fields[1] is not None else None
+        if stats is None or stats.incarnation != info.incarnation:
+            stats = EngineStats(incarnation=info.incarnation, ready=False, reason="starting")
+        alive = self._leases[engine_id] == info.incarnation
+        before = self._views.get(engine_id)
+        if before is None or before.alive != alive or before.info.incarnation != info.incarnation:
+            log.info("engine_seen", engine=engine_id, incarnation=info.incarnation, alive=alive)
+        self._views[engine_id] = EngineView(info, stats, alive, tokenizer)
+
+    async def _tokenizer(self, digest: str) -> TokenizerBundle | None:
+        if digest not in self._tokenizers:
+            encoded: Any = await self._bus.get(tokenizer_key(digest))
+            if encoded is None:
+                return None
+            used = {view.info.digest for view in self._views.values()}
+            self._tokenizers = {key: self._tokenizers[key] for key in used if key in self._tokenizers}
+            self._tokenizers[digest] = decode_tokenizer(encoded)
+        return self._tokenizers[digest]
+
+    async def _poll_forever(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            try:
+                await self.refresh()
+            except BusLost:
+                continue
+            for listener in self.on_poll:
+                listener()
