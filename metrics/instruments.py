@@ -1,0 +1,303 @@
+"""Every name a dashboard shows, with its help text, in one list; help texts are the documentation.
+
+Owns its registry and bounds its series. Takes plain numbers: knows no messages and no HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+from .quantiles import QUANTILES, Ring
+
+MAX_ENGINES = 16
+"""Engines with names of their own; later ones share the label `other`."""
+MAX_PLACES = 32
+"""(engine, worker) pairs with series of their own; later ones share the label `other`."""
+MAX_FAILURES = 20
+"""Kinds of failure with a label of their own; later ones share `failed_other`."""
+OTHER = "other"
+BUCKET_RATIO = 1.2
+
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSample:
+    """What one ended turn tells. Durations in seconds; computed tokens are prompt_tokens - cached_tokens."""
+
+    reason: str  # stop, length, cancelled, or failed_<kind>
+    worker: int | None = None  # None: never reached a worker
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """What one engine last said about itself; counters grow over one incarnation."""
+
+    is_up: bool
+    is_ready: bool
+    num_workers: int
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_tree_pages: int
+    num_live_pages: int
+    num_tree_nodes: int
+    num_evicted_pages: int
+    prompt_tokens_computed: int
+    prompt_tokens_cached: int
+    generated_tokens: int
+    num_steps: int
+    step_age_seconds: float
+    active_memory_bytes: int
+    peak_memory_bytes: int
+    kv_bytes_per_token: float
+    kv_pool_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One number measured per turn, shown as exact quantiles per worker and as a histogram of all turns."""
+
+    name: str
+    help: str
+    lowest: float
+    highest: float
+    read: Callable[[TurnSample], float | None]  # None: this turn has no such number
+
+    def buckets(self) -> list[float]:
+        """Geometric upper borders from `lowest` to at least `highest`, to three digits."""
+        steps = math.ceil(math.log(self.highest / self.lowest) / math.log(BUCKET_RATIO))
+        return [float(f"{self.lowest * BUCKET_RATIO**step:.3g}") for step in range(steps + 1)]
+
+
+def _prefill_rate(turn: TurnSample) -> float | None:
+    computed = turn.prompt_tokens - turn.cached_tokens
+    if turn.generated_tokens < 1 or computed < 1 or turn.prefill_seconds <= 0:
+        return None
+    return computed / turn.prefill_seconds
+
+
+def _decode_rate(turn: TurnSample) -> float | None:
+    if turn.generated_tokens < 2 or turn.decode_seconds <= 0:
+        return None
+    return (turn.generated_tokens - 1) / turn.decode_seconds
+
+
+def _first_token(turn: TurnSample) -> float | None:
+    return turn.queue_seconds + turn.prefill_seconds if turn.generated_tokens >= 1 else None
+
+
+def _queue_wait(turn: TurnSample) -> float | None:
+    return turn.queue_seconds
+
+
+QUANTITIES = (
+    Quantity(
+        "prefill_tokens_per_second",
+        "Prompt tokens computed (not from the cache) over the time from worker to first token",
+        1.0,
+        50_000.0,
+        _prefill_rate,
+    ),
+    Quantity(
+        "decode_tokens_per_second",
+        "Generated tokens after the first over the time from first to last token",
+        0.1,
+        2_000.0,
+        _decode_rate,
+    ),
+    Quantity(
+        "time_to_first_token_seconds",
+        "From the engine's receipt of the turn to its first token, waiting included",
+        0.02,
+        3_600.0,
+        _first_token,
+    ),
+    Quantity(
+        "queue_wait_seconds",
+        "From the engine's receipt of the turn to its worker",
+        0.005,
+        3_600.0,
+        _queue_wait,
+    ),
+)
+
+GAUGES: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
+    ("engine_up", "1 while the engine's lease is alive", lambda e: e.is_up),
+    ("engine_ready", "1 while the engine takes turns and no step is stuck", lambda e: e.is_ready),
+    ("engine_workers", "Streams that the engine runs at once", lambda e: e.num_workers),
+    ("engine_turns_running", "Turns that have a worker", lambda e: e.num_running),
+    ("engine_turns_waiting", "Turns in the engine that wait for a worker", lambda e: e.num_waiting),
+    ("engine_pages", "Pages of the KV pool in all", lambda e: e.num_pages),
+    ("engine_pages_free", "Pages that nobody holds", lambda e: e.num_free_pages),
+    ("engine_pages_tree", "Pages kept by the tree of prefixes", lambda e: e.num_tree_pages),
+    ("engine_pages_live", "Pages owned by running turns", lambda e: e.num_live_pages),
+    ("engine_tree_nodes", "Nodes of the tree of prefixes", lambda e: e.num_tree_nodes),
+    ("engine_step_age_seconds", "Age of the step in flight, 0 when idle", lambda e: e.step_age_seconds),
+    ("engine_memory_active_bytes", "Memory that MLX holds now", lambda e: e.active_memory_bytes),
+    ("engine_memory_peak_bytes", "Most memory that MLX held", lambda e: e.peak_memory_bytes),
+    (
+        "engine_kv_bytes_per_token",
+        "KV bytes per token, as measured",
+        lambda e: e.kv_bytes_per_token,
+    ),
+    ("engine_kv_pool_bytes", "KV pool bytes, as measured", lambda e: e.kv_pool_bytes),
+)
+
+COUNTERS: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
+    ("engine_pages_evicted", "Pages that the tree gave up", lambda e: e.num_evicted_pages),
+    (
+        "engine_prompt_tokens_computed",
+        "Prompt tokens computed, while it happens",
+        lambda e: e.prompt_tokens_computed,
+    ),
+    (
+        "engine_prompt_tokens_cached",
+        "Prompt tokens from the cache, while it happens",
+        lambda e: e.prompt_tokens_cached,
+    ),
+    ("engine_tokens_generated", "Tokens generated, while it happens", lambda e: e.generated_tokens),
+    ("engine_steps", "Passes over the model", lambda e: e.num_steps),
+)
+
+
+class _Workers(Collector):
+    """Exact quantiles of the last minutes for each worker, as summaries."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rings: dict[tuple[str, str, str], Ring] = {}
+
+    def add(self, quantity: Quantity, place: tuple[str, str], value: float) -> None:
+        ring = self._rings.setdefault((quantity.name, *place), Ring())
+        ring.add(value, self._clock())
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._clock()
+        for quantity in QUANTITIES:
+            name = f"tetrarch_worker_{quantity.name}"
+            family = SummaryMetricFamily(
+                name, f"{quantity.help}; exact, last 15 minutes", labels=["engine", "worker"]
+            )
+            for (of, engine, worker), ring in self._rings.items():
+                if of != quantity.name:
+                    continue
+                values = ring.quantiles(now) or (math.nan,) * len(QUANTILES)
+                for fraction, value in zip(QUANTILES, values, strict=True):
+                    labels = {"engine": engine, "worker": worker, "quantile": str(fraction)}
+                    family.add_sample(name, labels, value)
+                family.add_metric([engine, worker], ring.count, ring.total)
+            yield family
+
+
+class _Engines(Collector):
+    """The engines' own words, as they were at this scrape; an engine that is gone has no series."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, EngineSample] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, read in GAUGES:
+            gauge = GaugeMetricFamily(f"tetrarch_{name}", text, labels=["engine"])
+            for engine, sample in self.samples.items():
+                gauge.add_metric([engine], read(sample))
+            yield gauge
+        for name, text, read in COUNTERS:
+            counter = CounterMetricFamily(f"tetrarch_{name}", text, labels=["engine"])
+            for engine, sample in self.samples.items():
+                counter.add_metric([engine], read(sample))
+            yield counter
+
+
+class Instruments:
+    """What the gateway counts, and the engines' figures beside it. One object per gateway, one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self._places: set[tuple[str, str]] = set()
+        self._failures: set[str] = set()
+        self._workers = _Workers(clock)
+        self._engines = _Engines()
+        self.registry.register(self._workers)
+        self.registry.register(self._engines)
+        by_place = ["engine", "worker"]
+        self._histograms = {
+            quantity.name: Histogram(
+                f"tetrarch_turn_{quantity.name}",
+                quantity.help,
+                by_place,
+                buckets=quantity.buckets(),
+                registry=self.registry,
+            )
+            for quantity in QUANTITIES
+        }
+        self._turns = self._counter("turns", "Ended turns by finish reason", [*by_place, "reason"])
+        self._computed = self._counter(
+            "turn_prompt_tokens_computed", "Prompt tokens of ended turns that were computed", by_place
+        )
+        self._cached = self._counter(
+            "turn_prompt_tokens_cached", "Prompt tokens of ended turns that came from the cache", by_place
+        )
+        self._generated = self._counter("turn_tokens_generated", "Tokens generated by ended turns", by_place)
+        self._responses = self._counter("http_responses", "HTTP responses by status class", ["status"])
+        self._refusals = self._counter("http_too_many_requests", "Calls refused with status 429", [])
+
+    def observe_turn(self, engine_id: str, turn: TurnSample) -> None:
+        """Count one ended turn; a number that it does not have (no token, no worker) is left out."""
+        place = self._place(engine_id, turn.worker)
+        self._turns.labels(*place, self._reason(turn.reason)).inc()
+        if turn.worker is None:
+            return
+        self._computed.labels(*place).inc(max(0, turn.prompt_tokens - turn.cached_tokens))
+        self._cached.labels(*place).inc(turn.cached_tokens)
+        self._generated.labels(*place).inc(turn.generated_tokens)
+        for quantity in QUANTITIES:
+            value = quantity.read(turn)
+            if value is not None:
+                self._histograms[quantity.name].labels(*place).observe(value)
+                self._workers.add(quantity, place, value)
+
+    def observe_engines(self, samples: Mapping[str, EngineSample]) -> None:
+        """Show these engines, by id, and no other."""
+        self._engines.samples = dict(list(samples.items())[:MAX_ENGINES])
+
+    def observe_response(self, status: int) -> None:
+        """Count one HTTP response by its status code."""
+        known = 100 <= status < 600
+        self._responses.labels(f"{status // 100}xx" if known else OTHER).inc()
+        if status == 429:
+            self._refusals.inc()
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return Counter(f"tetrarch_{name}", text, labels, registry=self.registry)
+
+    def _place(self, engine_id: str, worker: int | None) -> tuple[str, str]:
+        place = (engine_id, "none" if worker is None else str(worker))
+        if place not in self._places and len(self._places) >= MAX_PLACES:
+            return (OTHER, OTHER)
+        self._places.add(place)
+        return place
+
+    def _reason(self, reason: str) -> str:
+        if not reason.startswith("failed_"):
+            return reason if reason in ("stop", "length", "cancelled") else OTHER
+        known = reason in self._failures
+        if not known and (len(self._failures) >= MAX_FAILURES or not _KIND.fullmatch(reason)):
+            return "failed_other"
+        self._failures.add(reason)
+        return reason
