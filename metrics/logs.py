@@ -26,8 +26,17 @@ SPOKEN = frozenset(
         "input",
         "messages",
         "output",
+        "payload",
+        "prompt",
+        "raw",
+        "reasoning",
+        "request",
+        "response",
+        "stop",
+        "text",
+        "token_ids",
+        "tools",
     )
-    + ("payload", "prompt", "raw", "reasoning", "request", "response", "stop", "text", "token_ids", "tools")
 )
 """Keys that may hold what an agent said or heard: removed at every depth. Counts are named num_..."""
 
