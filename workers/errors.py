@@ -1,4 +1,4 @@
-"""What can go wrong in an engine, as a small tree: whoever raises picks the kind, whoever reports reads it."""
+"""What can go wrong in an engine, as a small tree: who raises picks the kind, who reports reads it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UnsupportedModel(ModelError):
 
 
 class DoesNotFit(ModelError):
-    """Weights and pages need more memory than there is; the message holds the arithmetic and what would fit."""
+    """Weights and pages need more memory than there is; the message says the sum and what would fit."""
 
 
 class BusError(WorkersError):
@@ -32,7 +32,7 @@ class LeaseLost(BusError):
 
 
 class StepFailed(WorkersError):
-    """A whole step failed; the pools are as they were before it, apart from rows that nobody has committed."""
+    """A whole step failed; the pools are as before it, apart from rows that nobody has committed."""
 
 
 class PoolsLost(StepFailed):

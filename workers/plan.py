@@ -18,8 +18,8 @@ from .messages import Sampling
 class RowSampling:
     """How the token after a segment's last row is sampled.
 
-    `prompt` and `generated` are the turn's own growing arrays, for the penalties: read them during the step, do
-    not keep them. `generated` holds the tokens before the one to be sampled.
+    `prompt` and `generated` are the turn's own growing arrays, for the penalties: read them during the step,
+    do not keep them. `generated` holds the tokens before the one to be sampled.
     """
 
     sampling: Sampling
@@ -71,7 +71,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Token ids with their natural-log probabilities, before temperature and penalties; `top` is best first."""
+    """Token ids and their natural-log probabilities before temperature and penalties; `top` is best first."""
 
     chosen: tuple[int, float]
     top: tuple[tuple[int, float], ...] = ()
@@ -79,7 +79,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class SegmentResult:
-    """What one segment gave: a sampled token, nothing (its chunk was not the last), or a fault in its data."""
+    """What one segment gave: a sampled token, nothing (not the last chunk), or a fault in its data."""
 
     token_id: int | None
     logprob: Candidates | None = None

@@ -1,0 +1,162 @@
+"""Token ids to text, one token at a time, and the search for stop strings in that text.
+
+Knows the tokenizer and nothing of turns, pages or the bus. A token costs the same however long the turn is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text that became certain, and the stop string that ended the turn with it (its own text is cut off)."""
+
+    text: str
+    stopped: str | None = None
+
+
+class Detokenizer:
+    """One model's vocabulary as bytes and as text; shared by all turns of an engine."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._is_byte_level = "ByteLevel" in _decoder_types(tokenizer)
+        self._special_ids = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes: dict[int, bytes] = {}
+
+    def is_special(self, token_id: int) -> bool:
+        """Special tokens have bytes but no place in a turn's text."""
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes, also when they are only a part of a character; b"" for an unknown id."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._compute_bytes(token_id)
+        return known
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the tokens; bytes that are no UTF-8 become U+FFFD."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.is_special(token_id):
+            return token.encode()
+        if self._is_byte_level:
+            if all(character in _BYTE_OF for character in token):
+                return bytes(_BYTE_OF[character] for character in token)
+            return token.encode()
+        byte_token = _BYTE_TOKEN.fullmatch(token)
+        if byte_token:
+            return bytes.fromhex(byte_token[1])
+        return token.replace("\u2581", " ").encode()
+
+
+class TextState:
+    """The text side of one turn: what is certain goes out, what may still change or become a stop is held.
+
+    Decodes a moving window of tokens: the window starts one certain step back, so that a tokenizer whose text
+    depends on the token before (a stripped leading space) gives the same text as decoding the whole turn.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(text for text in stop if text)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(
+            "replace"
+        )  # tells whether a character is incomplete
+        self._window: list[int] = []
+        self._num_certain = 0  # tokens of the window whose text is out or in _held
+        self._held = ""  # certain text that may be the beginning of a stop string
+        self._ended = False
+
+    def append(self, token_id: int) -> TextDelta:
+        """Take one token. After a delta with `stopped` the state is closed."""
+        if self._ended or self._detokenizer.is_special(token_id):
+            return TextDelta("")
+        self._window.append(token_id)
+        self._utf8.decode(self._detokenizer.token_bytes(token_id))
+        incomplete, _ = self._utf8.getstate()
+        return TextDelta("") if incomplete else self._release(self._advance())
+
+    def flush(self) -> str:
+        """End of the turn: all held text; an incomplete character comes out as U+FFFD. Empty when called again."""
+        if self._ended:
+            return ""
+        delta = self._release(self._advance())
+        text = delta.text + self._held
+        self._ended, self._held = True, ""
+        return text
+
+    def _advance(self) -> str:
+        """Text of the window's new tokens, which become its certain ones."""
+        old_text = self._detokenizer.decode(self._window[: self._num_certain])
+        new_text = self._detokenizer.decode(self._window)[len(old_text) :]
+        del self._window[: self._num_certain]
+        self._num_certain = len(self._window)
+        return new_text
+
+    def _release(self, new_text: str) -> TextDelta:
+        text = self._held + new_text
+        match = _first_stop(text, self._stop)
+        if match is not None:
+            self._ended, self._held = True, ""
+            return TextDelta(text[: match.start], match.stop)
+        num_held = _num_held(text, self._stop)
+        self._held = text[len(text) - num_held :]
+        return TextDelta(text[: len(text) - num_held])
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    start: int
+    stop: str
+
+
+def _first_stop(text: str, stop: Sequence[str]) -> _Match | None:
+    """The stop string that is complete first, the longest of those; so it never matters how text is cut up."""
+    found = [_Match(start, candidate) for candidate in stop if (start := text.find(candidate)) >= 0]
+    return min(found, key=lambda match: (match.start + len(match.stop), match.start), default=None)
+
+
+def _num_held(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is the beginning of a stop string."""
+    longest = min(max(map(len, stop), default=0) - 1, len(text))
+    for num_held in range(longest, 0, -1):
+        if any(candidate.startswith(text[-num_held:]) for candidate in stop):
+            return num_held
+    return 0
+
+
+def _decoder_types(tokenizer: Tokenizer) -> str:
+    """Names of the tokenizer's decoders, nested ones too."""
+    if tokenizer.decoder is None:
+        return ""
+    state = json.loads(tokenizer.decoder.__getstate__())
+    return " ".join(part["type"] for part in [state, *state.get("decoders", ())])
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100 (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
