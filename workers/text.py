@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -95,7 +94,7 @@ class TextState:
         return TextDelta("") if incomplete else self._release(self._advance())
 
     def flush(self) -> str:
-        """End of the turn: all held text; an incomplete character comes out as U+FFFD. Empty when called again."""
+        """End of the turn: all held text, an incomplete character as U+FFFD; nothing when called again."""
         if self._ended:
             return ""
         delta = self._release(self._advance())
@@ -129,7 +128,7 @@ class _Match:
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> _Match | None:
-    """The stop string that is complete first, the longest of those; so it never matters how text is cut up."""
+    """The stop string that is complete first, the longest of those: how text was cut up never matters."""
     found = [_Match(start, candidate) for candidate in stop if (start := text.find(candidate)) >= 0]
     return min(found, key=lambda match: (match.start + len(match.stop), match.start), default=None)
 
@@ -152,7 +151,7 @@ def _decoder_types(tokenizer: Tokenizer) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's letters: printable bytes stand for themselves, the others follow from U+0100 (GPT-2)."""
+    """Byte-level BPE's letters (GPT-2): printable bytes are themselves, the others follow from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
