@@ -1,0 +1,59 @@
+"""In which order unused leaves lose their pages: the one used longest ago first. Knows no tokens or pages."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Generic, Protocol, TypeVar
+
+_SLACK = 64
+
+
+class Leaf(Protocol):
+    """What eviction needs to see of a tree's node."""
+
+    last_use: int  # logical time: larger is later
+
+    @property
+    def is_evictable(self) -> bool: ...  # a leaf, in the tree, locked by nobody
+
+
+LeafT = TypeVar("LeafT", bound=Leaf)
+
+
+class OldestFirst(Generic[LeafT]):
+    """A heap with lazy entries: an entry counts only while its leaf is evictable and was not used since."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, LeafT]] = []
+        self._num_offered = 0
+        self._compact_at = _SLACK
+
+    def offer(self, leaf: LeafT) -> None:
+        """To be called whenever a leaf becomes evictable; ties in `last_use` go in this order."""
+        if len(self._heap) >= self._compact_at:
+            self._compact()
+        self._num_offered += 1
+        heapq.heappush(self._heap, (leaf.last_use, self._num_offered, leaf))
+
+    def victim(self) -> LeafT | None:
+        """The leaf to shrink next, or None. It stays in line until it is no longer evictable."""
+        while self._heap:
+            last_use, _, leaf = self._heap[0]
+            if leaf.is_evictable and leaf.last_use == last_use:
+                return leaf
+            heapq.heappop(self._heap)
+        return None
+
+    def clear(self) -> None:
+        self._heap.clear()
+        self._compact_at = _SLACK
+
+    def _compact(self) -> None:
+        """Drops stale and repeated entries: a leaf that is used often never fills the memory."""
+        newest = {
+            id(entry[2]): entry
+            for entry in self._heap
+            if entry[2].is_evictable and entry[2].last_use == entry[0]
+        }
+        self._heap = sorted(newest.values(), key=lambda entry: entry[:2])
+        self._compact_at = 2 * len(self._heap) + _SLACK

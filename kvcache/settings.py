@@ -1,0 +1,44 @@
+"""The cache's settings: how rows are stored, how many tokens are kept, whether prefixes are reused."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+PAGE_TOKENS = 64
+"""Tokens in one page."""
+
+KVBits = Literal["8", "native"]
+
+
+class KVCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one engine's cache.
+
+    bits: "8" stores int8 codes with fp16 scales, "native" the model's compute dtype.
+    pool_tokens: tokens that the pool holds, rounded up to whole pages; None lets the memory ledger choose.
+    prefix_cache: False computes every prompt from its first token and keeps nothing after a turn.
+    """
+
+    bits: KVBits = "8"
+    pool_tokens: int | None = None
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def check(settings: KVCacheSettings) -> None:
+    """Raises ValueError that names the field, its value and the remedy."""
+    if settings.bits not in get_args(KVBits):
+        raise ValueError(f"bits is {settings.bits!r}: use '8' (smaller) or 'native' (exact)")
+    if settings.pool_tokens is not None and settings.pool_tokens < PAGE_TOKENS:
+        raise ValueError(
+            f"pool_tokens is {settings.pool_tokens}: use at least {PAGE_TOKENS} (one page), "
+            "or leave it out and the memory ledger chooses"
+        )
+
+
+def num_pages(pool_tokens: int) -> int:
+    """Pages that hold `pool_tokens` tokens."""
+    return -(-pool_tokens // PAGE_TOKENS)
