@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -77,6 +78,7 @@ def load(
 def fields_of(struct_type: type[msgspec.Struct]) -> list[Field]:
     """The leaves in order. A field's `Meta` gives its `description`, and in `extra`: `flag` (another flag
     name), `variable` (a short environment alias), `secret`; a nested struct's `flags` renames its fields'.
+    Without a description, the line `name: what it does` of the struct's docstring is the help.
     """
     return list(_walk(struct_type, prefix="", flags={}))
 
@@ -90,7 +92,7 @@ def add_flags(parser: argparse.ArgumentParser, struct_type: type[msgspec.Struct]
         if _bare(field.type) is bool:
             _add_switch(group, field, text)
             continue
-        metavar = _choices_text(field.type) or field.path.rpartition(".")[2].upper()
+        metavar = "|".join(map(str, _choices(field.type))) or field.path.rpartition(".")[2].upper()
         group.add_argument(f"--{field.flag}", dest=field.path, metavar=metavar, help=text)
 
 
@@ -141,11 +143,16 @@ def _walk(struct_type: type[msgspec.Struct], prefix: str, flags: Mapping[str, st
             path=path,
             type=info.type,
             default=info.default,
-            help=meta.description or "",
+            help=meta.description or _described_in(struct_type.__doc__ or "", info.name),
             flag=flag,
             variable=extra.get("variable"),
             secret=bool(extra.get("secret")),
         )
+
+
+def _described_in(docstring: str, name: str) -> str:
+    match = re.search(rf"^\s*{name}: (.+?)(?=^\s*\w+: |^\s*$|\Z)", docstring, re.MULTILINE | re.DOTALL)
+    return " ".join(match[1].split()) if match else ""
 
 
 def _file_of(environ: Mapping[str, str]) -> Path | None:
@@ -200,6 +207,8 @@ def _converted(field: Field, given: _Given) -> Any:
     value = given.value
     if given.is_text and _is_list(field.type):
         value = [part.strip() for part in value.split(",") if part.strip()]
+    elif isinstance(value, int) and str(value) in _choices(field.type):
+        value = str(value)  # bits = 8 means "8"
     try:
         return msgspec.convert(value, field.type, strict=not given.is_text, dec_hook=_decode_path)
     except msgspec.ValidationError as error:
@@ -264,10 +273,9 @@ def _is_list(annotation: Any) -> bool:
     return any(kind in (tuple, list, frozenset) for kind in kinds)
 
 
-def _choices_text(annotation: Any) -> str:
+def _choices(annotation: Any) -> list[Any]:
     options = [_bare(option) for option in _options(annotation)]
-    choices = [c for o in options if typing.get_origin(o) is typing.Literal for c in typing.get_args(o)]
-    return "|".join(str(choice) for choice in choices)
+    return [c for o in options if typing.get_origin(o) is typing.Literal for c in typing.get_args(o)]
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}

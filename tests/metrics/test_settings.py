@@ -12,7 +12,14 @@ from metrics.settings import SettingsError, add_flags, as_dict, given_flags, loa
 
 
 class Cache(msgspec.Struct, frozen=True, kw_only=True):
-    bits: Annotated[Literal[8, "native"], Meta(description="How keys and values are stored.")] = 8
+    """A room inside.
+
+    bits: how keys and values
+        are stored
+    keep: not shown, the field has its own.
+    """
+
+    bits: Literal["8", "native"] = "8"
     keep: Annotated[bool, Meta(description="Keep prefixes.")] = True
 
 
@@ -73,7 +80,11 @@ def test_text_becomes_the_fields_type() -> None:
         "TETRARCH_ENGINE_FOLDER": "x",
     }
     room = load_room(environ=environ)
-    assert (room.cache.bits, room.hosts, room.folder) == (8, ("a", "b"), Path("x"))
+    assert (room.cache.bits, room.hosts, room.folder) == ("8", ("a", "b"), Path("x"))
+
+
+def test_a_number_in_the_file_may_name_a_choice(tmp_path: Path) -> None:
+    assert load_room(write(tmp_path, "[engine.cache]\nbits = 8\n")).cache.bits == "8"
 
 
 def test_an_empty_variable_is_unset() -> None:
@@ -166,7 +177,8 @@ def test_help_shows_meaning_default_and_choices() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, Room)
     text = parser.format_help()
-    assert "8|native" in text
+    assert "8|native  how keys and values are stored (default: 8)" in text.replace("\n", " ")
+    assert "Keep prefixes." in text
     assert "Streams. (default: 4)" in text
     assert "--no-prefix-cache" in text
 
@@ -174,7 +186,7 @@ def test_help_shows_meaning_default_and_choices() -> None:
 def test_the_report_holds_every_value_and_no_secret() -> None:
     report: dict[str, Any] = as_dict(Room(bus_url="rediss://user:word@host:1/0", hosts=("a",)))
     assert report["bus_url"] == "rediss://***@host:1/0"
-    assert report["cache"] == {"bits": 8, "keep": True}
+    assert report["cache"] == {"bits": "8", "keep": True}
     assert report["folder"] == "here"
 
 
