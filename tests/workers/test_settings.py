@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from metrics.settings import SettingsError, add_flags, as_dict, given_flags
+from workers.settings import EngineSettings, default_engine_id, load_settings, supervisor_descriptor
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TETRARCH_MODEL", "TETRARCH_REDIS_URL", "TETRARCH_ENGINE_ID", "TETRARCH_SETTINGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parse(*arguments: str) -> EngineSettings:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineSettings)
+    return load_settings(None, given_flags(parser.parse_args(arguments), EngineSettings))
+
+
+def test_the_defaults_serve_four_workers_at_8_bits() -> None:
+    settings = parse()
+    assert (settings.workers, settings.kvcache.bits, settings.kvcache.prefix_cache) == (4, "8", True)
+    assert settings.engine_id == default_engine_id()
+
+
+def test_the_flags_of_the_command() -> None:
+    settings = parse(
+        *("--model", "folder", "--workers", "2", "--context", "4096", "--kv-bits", "native"),
+        *("--pool-tokens", "9000", "--no-prefix-cache", "--weights", "fp32", "--engine-id", "left"),
+    )
+    assert (settings.model, settings.workers, settings.context) == ("folder", 2, 4096)
+    assert (settings.kvcache.bits, settings.kvcache.pool_tokens) == ("native", 9000)
+    assert (settings.kvcache.prefix_cache, settings.weights, settings.engine_id) == (False, "fp32", "left")
+
+
+def test_the_short_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TETRARCH_MODEL", "folder")
+    monkeypatch.setenv("TETRARCH_REDIS_URL", "unix:///run/bus.sock")
+    monkeypatch.setenv("TETRARCH_ENGINE_ID", "left")
+    monkeypatch.setenv("TETRARCH_ENGINE_KVCACHE_POOL_TOKENS", "640")
+    settings = parse()
+    assert (settings.model, settings.redis_url, settings.engine_id) == (
+        "folder",
+        "unix:///run/bus.sock",
+        "left",
+    )
+    assert settings.kvcache.pool_tokens == 640
+
+
+def test_the_file_holds_the_cache_in_a_table_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[engine]\nworkers = 3\n[engine.kvcache]\nbits = 'native'\n[gateway]\nport = 1\n")
+    settings = load_settings(file, {})
+    assert (settings.workers, settings.kvcache.bits) == (3, "native")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--workers", "0"], "--workers = '0': give an integer from 1 to 16"),
+        (["--workers", "17"], "from 1 to 16"),
+        (["--context", "1"], "--context = '1': give an integer from 64"),
+        (["--kv-bits", "4"], "--kv-bits = '4': give one of 8, native"),
+        (["--pool-tokens", "3"], "pool_tokens is 3: use at least 64"),
+        (["--weights", "int4"], "give one of auto, native, fp32"),
+        (["--chunk-seconds", "nan"], "--chunk-seconds = 'nan'"),
+        (["--engine-id", "a:b"], "--engine-id = 'a:b'"),
+        (["--redis-url", "localhost"], "redis_url must start with unix://"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_remedy(flags: list[str], words: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        parse(*flags)
+    assert words in str(refusal.value)
+
+
+def test_the_report_shows_no_password() -> None:
+    report = as_dict(EngineSettings(redis_url="rediss://:word@host:6379"))
+    assert "word" not in str(report)
+    assert report["kvcache"] == {"bits": "8", "pool_tokens": None, "prefix_cache": True}
+
+
+def test_the_supervisors_pipe_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TETRARCH_SUPERVISOR_FD", raising=False)
+    assert supervisor_descriptor() is None
+    monkeypatch.setenv("TETRARCH_SUPERVISOR_FD", "9")
+    assert supervisor_descriptor() == 9

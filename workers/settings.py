@@ -1,0 +1,99 @@
+"""One engine's settings: the model, its workers, its memory and its bus. The cache's are a table inside.
+
+Knows the names of flags and variables; does not read a model or ask the machine what fits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvcache.settings import KVCacheSettings
+from metrics.settings import load
+
+SECTION = "engine"
+
+SUPERVISOR_VARIABLE = "TETRARCH_SUPERVISOR_FD"
+"""Number of an inherited pipe's read end: when it closes, the supervisor is gone and the engine stops."""
+
+Weights = Literal["auto", "native", "fp32"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+def default_engine_id() -> str:
+    """The machine's short name, so that the engines of several machines differ on one bus."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0]).strip("-")[:64] or "engine"
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tetrarch engine` runs with."""
+
+    model: Annotated[
+        str | None,
+        Meta(
+            description="Model folder, .gguf file or Hugging Face repo; left out: SmolLM2-135M-Instruct.",
+            extra={"variable": "TETRARCH_MODEL"},
+        ),
+    ] = None
+    workers: Annotated[int, Meta(ge=1, le=16, description="Turns that run at the same time.")] = 4
+    context: Annotated[
+        Annotated[int, Meta(ge=64)] | None,
+        Meta(description="Longest prompt plus answer, in tokens; left out: the model's."),
+    ] = None
+    weights: Annotated[
+        Weights,
+        Meta(
+            description="native keeps the quantisation, fp32 unpacks it, auto unpacks where that is faster."
+        ),
+    ] = "auto"
+    chunk_seconds: Annotated[
+        Annotated[float, Meta(gt=0, le=60)] | None,
+        Meta(description="Longest prefill chunk while others decode; left out: 0.12 on a CPU, 0.3 on a GPU."),
+    ] = None
+    memory_bytes: Annotated[
+        Annotated[int, Meta(gt=0)] | None,
+        Meta(description="Memory that the engine may use; left out: what the machine or container allows."),
+    ] = None
+    engine_id: Annotated[
+        Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")],
+        Meta(
+            description="This engine's name on the bus; left out: the machine's name.",
+            extra={"variable": "TETRARCH_ENGINE_ID"},
+        ),
+    ] = msgspec.field(default_factory=default_engine_id)
+    redis_url: Annotated[
+        str | None,
+        Meta(
+            description="The bus: unix:///path/bus.sock, redis://127.0.0.1:6379 or rediss://:password@host:6379.",
+            extra={"variable": "TETRARCH_REDIS_URL", "secret": True},
+        ),
+    ] = None
+    log_level: Annotated[LogLevel, Meta(description="Least urgent log line to print.")] = "info"
+    kvcache: Annotated[
+        KVCacheSettings,
+        Meta(
+            extra={"flags": {"bits": "kv-bits", "pool_tokens": "pool-tokens", "prefix_cache": "prefix-cache"}}
+        ),
+    ] = msgspec.field(default_factory=KVCacheSettings)
+
+    def __post_init__(self) -> None:
+        if self.redis_url is not None and not re.match(r"(unix|rediss?)://.", self.redis_url):
+            raise ValueError("redis_url must start with unix://, redis:// or rediss://")
+
+
+def load_settings(file: Path | None, flags: Mapping[str, str]) -> EngineSettings:
+    """Flags over this process's variables over the file. Raises metrics.settings.SettingsError."""
+    return load(EngineSettings, SECTION, file=file, environ=os.environ, flags=flags)
+
+
+def supervisor_descriptor() -> int | None:
+    """The inherited pipe to watch, or None when nobody supervises this process."""
+    text = os.environ.get(SUPERVISOR_VARIABLE, "")
+    return int(text) if text.isdigit() else None
