@@ -96,7 +96,7 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
 
 
 def _limits_upwards(mount: Path, group: str, file_name: str) -> Iterator[int]:
-    """Limits of the group and all above it; a container sees its own group as the mount, whatever its name."""
+    """Limits of the group and of all above it; a container sees its own group as the mount."""
     folder = Path(group.lstrip("/"))
     for part in (folder, *folder.parents):
         try:
