@@ -1,0 +1,270 @@
+"""Messages to a prompt's token ids: the model's chat template, rendered as transformers renders it.
+
+A caller's text never becomes a control token. Knows no engines, no sampling and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from workers.messages import TokenizerBundle
+
+from .errors import InvalidField, shorten
+from .tokenizer import Marks, PromptTokenizer
+
+INLINE_RENDER_CHARS = 32_768
+"""A bigger conversation is marked and rendered in a thread."""
+
+RESERVED_VARIABLES = frozenset({"messages", "tools"})
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template is given. Message contents are strings; absent fields are absent, never None."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] | None = None  # chat_template_kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt's text. `marks` wrap the control literals that callers wrote, if there are any."""
+
+    text: str
+    marks: Marks | None = None
+
+
+class _Generation(Extension):
+    """`{% generation %}` frames the assistant's words for training; a prompt ignores the frame."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it without ClassVar
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _PlainNamespace(Namespace):
+    """jinja2's namespace without underscore names, through which templates have left the sandbox."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"the template stores the underscore name {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position or name
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class _PlainDict:
+    """`dict(...)` in templates, without the class behind it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """The template in transformers' sandbox and with its options. Raises jinja2.TemplateSyntaxError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _PlainDict(),
+        "namespace": _PlainNamespace,
+    }
+    return environment.from_string(source)
+
+
+class Prompts:
+    """Renders and encodes prompts for one tokenizer bundle. Building it takes up to a second: use a thread."""
+
+    def __init__(self, bundle: TokenizerBundle) -> None:
+        self.tokenizer = PromptTokenizer(bundle)
+        self._special_tokens = dict(bundle.special_tokens)
+        self._knows_developer = "developer" in bundle.chat_template
+        self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
+
+    async def encode(self, conversation: Conversation) -> EncodedPrompt:
+        """Token ids, little-endian uint32. Raises InvalidField when the template refuses the messages."""
+        if sum(map(len, _strings(conversation))) > INLINE_RENDER_CHARS:
+            rendered = await asyncio.to_thread(self.render, conversation)
+        else:
+            rendered = self.render(conversation)
+        token_ids = await self.tokenizer.encode_prompt(rendered.text, rendered.marks)
+        return EncodedPrompt(token_ids, self._answer_prefix(rendered.text))
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The prompt's text up to where the answer starts."""
+        if self._template is None:
+            raise InvalidField("messages", "This model has no chat template: use /v1/completions.")
+        messages = [self._prepare(message) for message in conversation.messages]
+        conversation = Conversation(messages, conversation.tools, conversation.variables)
+        control = self.tokenizer.control
+        marks = None
+        if any(control.occur_in(text) for text in _strings(conversation)):
+            marks = Marks.absent_from(_strings(conversation))
+            conversation = self._mark(conversation, marks)
+        return Rendered(self._fill(conversation), marks)
+
+    def learn(self, answer_prefix: str, token_ids: Sequence[int], text: str) -> None:
+        """An answer that this model wrote is encoded as it wrote it when it comes back as history."""
+        self.tokenizer.learn(answer_prefix, token_ids, text)
+
+    def _fill(self, conversation: Conversation) -> str:
+        assert self._template is not None
+        variables = {"documents": None, "add_generation_prompt": True, **self._special_tokens}
+        variables |= conversation.variables or {}
+        try:
+            return self._template.render(
+                messages=conversation.messages, tools=conversation.tools, **variables
+            )
+        except jinja2.exceptions.TemplateError as error:
+            raise InvalidField(
+                "messages",
+                f"The model's chat template refuses these messages: {shorten(str(error), 300)}",
+                kind="template_error",
+            ) from None
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+            # The template ran into a shape that it does not expect.
+            raise InvalidField(
+                "messages",
+                f"The model's chat template cannot render these messages ({type(error).__name__}): "
+                "check roles, contents, tools and chat_template_kwargs.",
+                kind="template_error",
+            ) from None
+
+    def _prepare(self, message: Message) -> Message:
+        prepared = {name: value for name, value in message.items() if value is not None}
+        if prepared["role"] == "developer" and not self._knows_developer:
+            prepared["role"] = "system"
+        reasoning = next((prepared[name] for name in _REASONING_NAMES if name in prepared), None)
+        if reasoning is not None:
+            prepared = {"thinking": reasoning, **prepared, "reasoning_content": reasoning}
+        return prepared
+
+    def _mark(self, conversation: Conversation, marks: Marks) -> Conversation:
+        messages = []
+        for message in conversation.messages:
+            keep_soft = message["role"] not in ("user", "tool")
+            marked = self._mark_value({**message, "role": ""}, marks, keep_soft=keep_soft)
+            messages.append({**marked, "role": message["role"]})
+        tools = self._mark_value(conversation.tools, marks, keep_soft=False)
+        variables = self._mark_value(conversation.variables, marks, keep_soft=False)
+        return Conversation(messages, tools, variables)
+
+    def _mark_value(self, value: Any, marks: Marks, *, keep_soft: bool) -> Any:
+        match value:
+            case str():
+                return self.tokenizer.control.mark(value, marks, keep_soft=keep_soft)
+            case dict():
+                return {
+                    self._mark_value(name, marks, keep_soft=keep_soft): self._mark_value(
+                        item, marks, keep_soft=keep_soft
+                    )
+                    for name, item in value.items()
+                }
+            case list():
+                return [self._mark_value(item, marks, keep_soft=keep_soft) for item in value]
+            case _:
+                return value
+
+    def _answer_prefix(self, text: str) -> str:
+        """The prompt's plain text after its last control token: the answer continues that span."""
+        ends = [found.end() for found in self.tokenizer.control.hard_pattern.finditer(text[-200:])]
+        return text[-200:][ends[-1] :] if ends else ""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's ids, and the plain text that its answer continues (after the last control token)."""
+
+    token_ids: bytes  # little-endian uint32
+    answer_prefix: str = ""
+
+
+def _strings(conversation: Conversation) -> Iterator[str]:
+    """Every string of a caller, except roles and the fixed names of message fields."""
+    for message in conversation.messages:
+        for name, value in message.items():
+            if name != "role":
+                yield from _strings_of(value)
+    yield from _strings_of(conversation.tools)
+    yield from _strings_of(conversation.variables)
+
+
+def _strings_of(value: Any) -> Iterator[str]:
+    match value:
+        case str():
+            yield value
+        case dict():
+            for name, item in value.items():
+                yield name
+                yield from _strings_of(item)
+        case list():
+            for item in value:
+                yield from _strings_of(item)
+
+
+class PromptLibrary:
+    """One `Prompts` per tokenizer digest, built once and off the event loop."""
+
+    def __init__(self) -> None:
+        self._building: dict[str, asyncio.Task[Prompts]] = {}
+
+    async def get(self, digest: str, bundle: TokenizerBundle) -> Prompts:
+        """The prompts of a digest. The first caller of a new one waits up to a second."""
+        task = self._building.get(digest)
+        if task is None or (task.done() and task.exception() is not None):
+            task = asyncio.create_task(asyncio.to_thread(Prompts, bundle))
+            self._building[digest] = task
+        return await asyncio.shield(task)

@@ -1,0 +1,376 @@
+"""Text to token ids exactly as the engine's tokenizer does it, span by span, off the event loop when long.
+
+Knows control tokens and which of their literals came from a caller; knows no messages and no templates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from workers.messages import TokenizerBundle
+
+from .errors import InvalidField
+
+INLINE_CHARS = 4096
+"""Up to here encoding takes about 2 ms and stays on the event loop; longer text goes to a thread."""
+
+# Noncharacters are valid in strings but never in exchanged text; the first pair that the input lacks is taken.
+_MARK_POINTS = [chr(point) for point in range(0xFDD0, 0xFDF0)]
+# A delimiter by its look, whatever its `special` flag says: some tokenizers forget the flag on turn markers.
+_DELIMITER = re.compile(r"<[|｜].*[|｜]>|\[/?(INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\]")
+_PROBES = (
+    "user\nHello  world",
+    " leading",
+    "\n\n  indented\n",
+    "12345 3.14",
+    "漢字 🙂\u200d🚀 é",
+    "don't\t<b>",
+    "x ",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Two code points that wrap a caller's control literal; neither occurs in the caller's text."""
+
+    opening: str
+    closing: str
+
+    @classmethod
+    def absent_from(cls, texts: Iterable[str]) -> Marks:
+        """A pair that none of the texts holds, neither raw nor as a JSON escape."""
+        held = list(texts)
+        points = [p for p in _MARK_POINTS if not any(p in text or _json_escape(p) in text for text in held)]
+        if len(points) < 2:
+            raise InvalidField("messages", "The text uses all of U+FDD0 to U+FDEF, which are no characters.")
+        return cls(points[0], points[1])
+
+    def unescape(self, text: str) -> str:
+        """Marks that a template's JSON filter wrote as escapes, back as code points."""
+        for point in (self.opening, self.closing):
+            text = text.replace(_json_escape(point), point)
+        return text
+
+
+def _json_escape(point: str) -> str:
+    return f"\\u{ord(point):04x}"
+
+
+class ControlTokens:
+    """The added tokens that structure a prompt, and how to find their literals in a caller's text.
+
+    `hard` ones end turns or start roles. `soft` ones (<think>, <tool_call>) are text that the model also writes:
+    an assistant message keeps them, a user's or a tool's must not smuggle them in.
+    """
+
+    def __init__(self, added: Sequence[dict[str, Any]], bundle: TokenizerBundle) -> None:
+        named = set(bundle.special_tokens.values())
+        ends = set(bundle.eos_token_ids)
+        hard: dict[str, int] = {}
+        soft: dict[str, int] = {}
+        for token in added:
+            literal = token["content"]
+            if not literal or literal.isspace():
+                continue
+            is_hard = (
+                token["special"] or literal in named or token["id"] in ends or _DELIMITER.fullmatch(literal)
+            )
+            if is_hard:
+                hard[literal] = token["id"]
+            elif literal in bundle.chat_template:
+                soft[literal] = token["id"]
+        self.hard = hard
+        self.soft = soft
+        self.hard_pattern = _any_of(hard)
+        self.any_pattern = _any_of([*hard, *soft])
+        literals = [*hard, *soft]
+        self._firsts = tuple({literal[0] for literal in literals})
+        self._heads = {literal[:n] for literal in literals for n in range(1, len(literal))}
+        self._tails = {literal[n:] for literal in literals for n in range(1, len(literal))}
+        self._longest = max(map(len, literals), default=1)
+        self._joined = "\0".join(literals)
+
+    def occur_in(self, text: str) -> bool:
+        """Whether `mark` could change the text."""
+        if not text:
+            return False
+        if any(first in text for first in self._firsts) and self.any_pattern.search(text):
+            return True
+        return self._open_end(text) or self._open_start(text)
+
+    def mark(self, text: str, marks: Marks, *, keep_soft: bool) -> str:
+        """The text with each control literal wrapped, and with its ends guarded against joining into one."""
+        pattern = self.hard_pattern if keep_soft else self.any_pattern
+        guarded = pattern.sub(lambda found: f"{marks.opening}{found[0]}{marks.closing}", text)
+        start = marks.closing if self._open_start(text) else ""
+        end = marks.closing if self._open_end(text) else ""
+        return f"{start}{guarded}{end}"
+
+    def _open_end(self, text: str) -> bool:
+        """Ends like the start of a literal, which what follows could complete: `<|im_`."""
+        return any(text[-n:] in self._heads for n in range(1, min(len(text), self._longest) + 1))
+
+    def _open_start(self, text: str) -> bool:
+        """Starts like the rest of a literal: `|im_end|>`. Plain words are left alone: templates compare them."""
+        if text.replace("_", "").isalnum():
+            return False
+        if len(text) < self._longest and text in self._joined:
+            return True
+        return any(text[:n] in self._tails for n in range(1, min(len(text), self._longest) + 1))
+
+
+def _any_of(literals: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(literals, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+class SpanCache:
+    """Encoded spans by digest, least recently used first out. Bounded by bytes; one thread only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._spans: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def get(self, key: bytes) -> bytes | None:
+        ids = self._spans.get(key)
+        if ids is not None:
+            self._spans.move_to_end(key)
+        return ids
+
+    def put(self, key: bytes, ids: bytes) -> None:
+        previous = self._spans.pop(key, None)
+        if previous is not None:
+            self._num_bytes -= _entry_bytes(previous)
+        self._spans[key] = ids
+        self._num_bytes += _entry_bytes(ids)
+        while self._num_bytes > self._max_bytes and self._spans:
+            _, dropped = self._spans.popitem(last=False)
+            self._num_bytes -= _entry_bytes(dropped)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+
+def _entry_bytes(ids: bytes) -> int:
+    return len(ids) + 200  # two bytes objects, their headers and the table's entry
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of a rendered prompt: a genuine control token, plain text, or a literal to keep as text."""
+
+    text: str
+    control_id: int | None = None
+    is_literal: bool = False
+
+
+class PromptTokenizer:
+    """One engine's tokenizer, as the gateway uses it. Token ids are little-endian uint32 bytes."""
+
+    def __init__(self, bundle: TokenizerBundle, *, cache_bytes: int = 64 << 20) -> None:
+        config = json.loads(bundle.tokenizer_json)
+        config["truncation"] = config["padding"] = None
+        added: list[dict[str, Any]] = config.get("added_tokens") or []
+        self.control = ControlTokens(added, bundle)
+        self._control_ids = {*self.control.hard.values(), *self.control.soft.values()}
+        self._whole = _build(config)
+        config["post_processor"] = None
+        self._bare = _build({**config, "added_tokens": []})
+        self._plain = _build(
+            {**config, "added_tokens": [t for t in added if t["content"] not in self.control.hard]}
+        )
+        self._cache = SpanCache(cache_bytes)
+        bos = bundle.special_tokens.get("bos_token") if bundle.add_bos else None
+        self._bos_id: int | None = self._whole.token_to_id(bos) if bos else None
+        self.by_span = self._spans_agree(added, has_normalizer=config.get("normalizer") is not None)
+
+    async def encode_prompt(self, rendered: str, marks: Marks | None) -> bytes:
+        """Token ids of a rendered template; marked literals become ordinary text, never control tokens."""
+        if len(rendered) > 16 * INLINE_CHARS:
+            spans = await asyncio.to_thread(self.split, rendered, marks)
+        else:
+            spans = self.split(rendered, marks)
+        return await self._encode_spans(spans)
+
+    async def encode_raw(self, text: str) -> bytes:
+        """Token ids of a caller's own rendering: its control literals are control tokens."""
+        prefix = b"" if self._bos_id is None else _pack([self._bos_id])
+        if len(text) <= INLINE_CHARS:
+            return prefix + _run(self._whole, text)
+        return prefix + await asyncio.to_thread(_run, self._whole, text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, control tokens included."""
+        text: str = self._whole.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    def learn(self, prefix: str, token_ids: Sequence[int], text: str) -> None:
+        """Take ids that the model wrote as the encoding of `prefix + text` from now on.
+
+        Does nothing unless some head of the ids reads exactly `text`, or where spans cannot stand alone.
+        """
+        kept = self._head_that_reads(token_ids, text) if self.by_span and text else None
+        if kept is None or self.control.hard_pattern.search(text):
+            return
+        head = _run(self._plain, prefix) if prefix else b""
+        self._cache.put(_key(Span(prefix + text)), head + _pack(kept))
+
+    def _head_that_reads(self, token_ids: Sequence[int], text: str) -> Sequence[int] | None:
+        for end in range(len(token_ids), max(0, len(token_ids) - 8), -1):
+            if self.decode(token_ids[:end]) == text:
+                return token_ids[:end]
+        return None
+
+    def split(self, rendered: str, marks: Marks | None) -> list[Span]:
+        """The rendered text as spans, in order; marks are gone from them."""
+        if marks is None:
+            return self._split_text(rendered)
+        rendered = marks.unescape(rendered)
+        wrapped = re.compile(f"{marks.opening}({self.control.any_pattern.pattern}){marks.closing}")
+        spans: list[Span] = []
+        position = 0
+        for found in wrapped.finditer(rendered):
+            spans += self._split_around(rendered[position : found.start()], marks)
+            spans.append(Span(found[1], is_literal=True))
+            position = found.end()
+        return spans + self._split_around(rendered[position:], marks)
+
+    def _split_around(self, text: str, marks: Marks) -> list[Span]:
+        """Spans of text whose single marks guard a border; they only part it where joining makes a literal."""
+        parts = re.split(f"[{marks.opening}{marks.closing}]", text)
+        joined = "".join(parts)
+        find = self.control.any_pattern.findall
+        if len(parts) == 1 or find(joined) == find(text):
+            return self._split_text(joined)
+        return [span for part in parts for span in self._split_text(part)]
+
+    def _split_text(self, text: str) -> list[Span]:
+        if not self.by_span:
+            return [Span(text)] if text else []
+        spans: list[Span] = []
+        position = 0
+        for found in self.control.hard_pattern.finditer(text):
+            if found.start() > position:
+                spans.append(Span(text[position : found.start()]))
+            spans.append(Span(found[0], control_id=self.control.hard[found[0]]))
+            position = found.end()
+        if position < len(text):
+            spans.append(Span(text[position:]))
+        return spans
+
+    async def _encode_spans(self, spans: Sequence[Span]) -> bytes:
+        keys = [_key(span) if span.control_id is None else b"" for span in spans]
+        encoded: dict[bytes, bytes] = {}
+        missing: dict[bytes, Span] = {}
+        for span, key in zip(spans, keys, strict=True):
+            if not key or key in encoded:
+                continue
+            known = self._cache.get(key)
+            if known is None:
+                missing[key] = span
+            else:
+                encoded[key] = known
+        if sum(len(span.text) for span in missing.values()) > INLINE_CHARS:
+            fresh = await asyncio.to_thread(self._encode_missing, missing)
+        else:
+            fresh = self._encode_missing(missing)
+        for key, ids in fresh.items():
+            self._cache.put(key, ids)
+        encoded |= fresh
+        return b"".join(
+            encoded[key] if span.control_id is None else _pack([span.control_id])
+            for span, key in zip(spans, keys, strict=True)
+        )
+
+    def _encode_missing(self, missing: dict[bytes, Span]) -> dict[bytes, bytes]:
+        tokenizer = self._plain if self.by_span else self._whole
+        return {
+            key: self._encode_literal(span.text) if span.is_literal else _run(tokenizer, span.text)
+            for key, span in missing.items()
+        }
+
+    def _encode_literal(self, text: str) -> bytes:
+        """Ids that read `text` and hold no control token, at the price of a clumsy encoding."""
+        ids = _ids(self._bare, text)
+        if self._control_ids.isdisjoint(ids):
+            return _pack(ids)
+        ids = [token_id for character in text for token_id in _ids(self._bare, character)]
+        if self._control_ids.isdisjoint(ids):
+            return _pack(ids)
+        raise InvalidField(
+            "messages", f"This model's tokenizer cannot write '{text}' as plain text: remove it."
+        )
+
+    def _spans_agree(self, added: Sequence[dict[str, Any]], *, has_normalizer: bool) -> bool:
+        """Whether encoding span by span equals encoding the whole text: by flags, then on probes."""
+        for token in added:
+            if token["content"] not in self.control.hard:
+                continue
+            reaches_out = token.get("lstrip") or token.get("rstrip") or token.get("single_word")
+            if reaches_out or (token.get("normalized") and has_normalizer):
+                return False
+        self.by_span = True
+        literals = [*self.control.hard][:3] or [""]
+        for literal in literals:
+            text = "".join(f"{literal}{probe}" for probe in _PROBES) + literal
+            for probe in (text, f"{_PROBES[0]}{text}"):
+                spans = self._split_text(probe)
+                parts = [_ids(self._plain, s.text) if s.control_id is None else [s.control_id] for s in spans]
+                if [token_id for part in parts for token_id in part] != _ids(self._whole, probe):
+                    return False
+        return True
+
+
+def _build(config: dict[str, Any]) -> Tokenizer:
+    return Tokenizer.from_str(json.dumps(config))
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    # The batch call releases the GIL, the single call does not.
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
+
+
+def _run(tokenizer: Tokenizer, text: str) -> bytes:
+    return _pack(_ids(tokenizer, text))
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return pack_token_ids(token_ids)
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32, as the bus carries token ids."""
+    packed = array("I", token_ids)
+    if _BIG_ENDIAN:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_token_ids(packed: bytes) -> array[int]:
+    """The inverse of `pack_token_ids`."""
+    token_ids = array("I")
+    token_ids.frombytes(packed)
+    if _BIG_ENDIAN:
+        token_ids.byteswap()
+    return token_ids
+
+
+_BIG_ENDIAN = array("I", [1]).tobytes()[0] == 0
+
+
+def _key(span: Span) -> bytes:
+    kind = b"literal" if span.is_literal else b"text"
+    return hashlib.blake2b(span.text.encode(), digest_size=16, person=kind).digest()
