@@ -41,3 +41,12 @@ class PoolsLost(StepFailed):
 
 class IntegrityError(WorkersError):
     """The engine's own account does not add up; the message names the turn and the two figures."""
+
+
+class TurnRefused(WorkersError):
+    """A turn cannot be accepted. kind: the reason (a metric label); retryable: another try may work."""
+
+    def __init__(self, kind: str, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retryable = retryable

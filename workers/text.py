@@ -84,6 +84,10 @@ class TextState:
         self._held = ""  # certain text that may be the beginning of a stop string
         self._ended = False
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes, for logprobs."""
+        return self._detokenizer.token_bytes(token_id)
+
     def append(self, token_id: int) -> TextDelta:
         """Take one token. After a delta with `stopped` the state is closed."""
         if self._ended or self._detokenizer.is_special(token_id):

@@ -1,0 +1,60 @@
+"""The engine's share of EngineStats: totals, and how turns, pages and speed stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.cache import CacheStats
+
+from .pace import Pace
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals over the scheduler's life."""
+
+    num_steps: int = 0
+    prompt_tokens_computed: int = 0  # rows of prefills, those of resumed turns included
+    prompt_tokens_cached: int = 0
+    generated_tokens: int = 0
+    num_preempted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """Named as in EngineStats."""
+
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    num_tree_pages: int
+    num_live_pages: int
+    num_tree_nodes: int
+    num_evicted_pages: int
+    prompt_tokens_computed: int
+    prompt_tokens_cached: int
+    generated_tokens: int
+    num_steps: int
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+
+    @staticmethod
+    def of(
+        pages: CacheStats, counters: Counters, pace: Pace, num_running: int, num_waiting: int
+    ) -> EngineCounts:
+        """Gather them."""
+        return EngineCounts(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_free_pages=pages.num_free,
+            num_tree_pages=pages.num_tree,
+            num_live_pages=pages.num_live,
+            num_tree_nodes=pages.num_nodes,
+            num_evicted_pages=pages.num_evicted,
+            prompt_tokens_computed=counters.prompt_tokens_computed,
+            prompt_tokens_cached=counters.prompt_tokens_cached,
+            generated_tokens=counters.generated_tokens,
+            num_steps=counters.num_steps,
+            prefill_tokens_per_second=pace.prefill_tokens_per_second,
+            decode_tokens_per_second=pace.decode_tokens_per_second,
+        )

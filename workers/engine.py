@@ -1,0 +1,100 @@
+"""One engine: turns in, events out, a step at a time, all on one thread. Knows no bus and no gateway."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvcache.cache import Cache
+
+from .counters import EngineCounts
+from .errors import PoolsLost, SettingsError, TurnRefused
+from .messages import Cancel, Failed, Submit
+from .pace import Pace, PaceLimits
+from .plan import Runner, StepPlan
+from .scheduler import Scheduler
+from .turn import TurnEvent, TurnRules, open_turn
+
+
+class Engine:
+    """Owns scheduler, cache and runner. Any thread may read `step_started_at` and `step_predicted_seconds`."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: Cache,
+        rules: TurnRules,
+        *,
+        num_workers: int = 4,
+        limits: PaceLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        pool_tokens = cache.stats().num_pages * cache.page_tokens
+        if rules.context_length > pool_tokens:
+            raise SettingsError(
+                f"a context of {rules.context_length} tokens does not fit the pool of {pool_tokens}: "
+                "lower context or raise pool_tokens"
+            )
+        self.step_started_at: float | None = None  # on `clock`; None between steps
+        self.step_predicted_seconds: float | None = None  # None: nothing to predict from yet
+        self._runner = runner
+        self._cache = cache
+        self._rules = rules
+        self._clock = clock
+        self._pace = Pace(limits or PaceLimits())
+        self._scheduler = Scheduler(cache, self._pace, num_workers=num_workers)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() would do anything."""
+        return self._scheduler.has_work
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a turn; one that cannot be accepted ends with Failed in the next step's events."""
+        now = self._clock()
+        try:
+            turn = open_turn(submit, self._rules, now)
+        except TurnRefused as refused:
+            failed = Failed(error=refused.kind, message=str(refused), retryable=refused.retryable)
+            self._scheduler.refuse(submit.run_id, submit.attempt, failed)
+        else:
+            self._scheduler.submit(turn)
+
+    def cancel(self, cancel: Cancel) -> None:
+        """End a turn now; its Cancelled is among the next step's events."""
+        self._scheduler.cancel(cancel, self._clock())
+
+    def step(self) -> list[TurnEvent]:
+        """Run one step of all turns; also returns what was told since the step before."""
+        plan = self._scheduler.plan(self._clock())
+        if plan is not None:
+            self._run(plan)
+        return self._scheduler.take_events()
+
+    def abandon(self) -> None:
+        """Drop all turns silently (the lease was lost); kept prefixes stay."""
+        self._scheduler.abandon()
+
+    def check_integrity(self) -> None:
+        """Raises an IntegrityError of this room or the cache's. Walks everything: for tests and idle time."""
+        self._scheduler.check_integrity()
+        self._cache.check_integrity()
+
+    def stats(self) -> EngineCounts:
+        """How the engine is doing. On the engine's thread."""
+        return self._scheduler.counts()
+
+    def _run(self, plan: StepPlan) -> None:
+        self.step_predicted_seconds = self._pace.predicted_step_seconds(plan)
+        self.step_started_at = self._clock()
+        try:
+            result = self._runner.run(plan)
+        except Exception as error:  # noqa: BLE001 the border of one step: ends in its turns' terminal events
+            pools_lost = isinstance(error, PoolsLost)
+            self._scheduler.fail_step(plan, error, self._clock(), pools_lost=pools_lost)
+            if pools_lost:
+                self._runner.rebuild()
+        else:
+            self._scheduler.commit(plan, result, self._clock())
+        finally:
+            self.step_started_at = None

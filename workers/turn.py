@@ -1,0 +1,206 @@
+"""One Submit inside the engine: its tokens, its text, where it stands and how it ends. Knows no queue.
+
+What is counted: a token that ends the turn by its id (EOS, a stop token) is neither sent nor counted nor
+cached; the token that completes a stop string is sent and counted, its text is cut. At its end the path of a
+turn with prompt p and completion c holds p + c tokens after a stop token and p + c - 1 otherwise, as the last
+token was never fed; a turn that was ended in its prefill holds what its finished chunks wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from dataclasses import dataclass, field
+
+from kvcache.cache import Path
+
+from . import messages
+from .errors import TurnRefused
+from .messages import ChosenLogprob, Sampling, Submit, Timings, TokenLogprob, Tokens, Usage
+from .plan import Candidates, RowSampling
+from .text import Detokenizer, TextState
+
+_MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEvent:
+    """What happened to one turn, as the bus shall tell it."""
+
+    run_id: str
+    attempt: int
+    event: messages.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a turn ended by itself: `stop` or `length`."""
+
+    reason: str
+    stop_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What a sampled token came to: what to send, and the end if it was one."""
+
+    tokens: Tokens | None
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRules:
+    """What all turns of one engine have in common."""
+
+    detokenizer: Detokenizer
+    digest: str  # of the TokenizerBundle; "" accepts any
+    namespace: bytes  # digest of model and KV format: prefixes are shared within it and a tenant
+    context_length: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A turn's state; times are the engine's clock in seconds."""
+
+    run_id: str
+    attempt: int
+    agent: tuple[str, str]  # tenant and agent; an empty agent is nobody
+    namespace: bytes
+    prompt: array[int]
+    max_tokens: int
+    sampling: Sampling
+    seed: int
+    stop_ids: frozenset[int]
+    text: TextState
+    received_at: float
+    number: int = 0  # order of arrival
+    generated: array[int] = field(default_factory=lambda: array("I"))
+    path: Path | None = None  # while it holds a worker
+    worker: int | None = None  # the last one it held
+    cached_tokens: int = 0
+    progress_tokens: int = 0  # the largest prefill progress that was told
+    started_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens: as long as the path must be to sample the next one."""
+        return len(self.prompt) + len(self.generated)
+
+    def tokens(self, start: int, end: int) -> array[int]:
+        """Prompt and generated tokens at positions [start, end)."""
+        num_prompt = len(self.prompt)
+        if end <= num_prompt:
+            return self.prompt[start:end]
+        return self.prompt[start:] + self.generated[max(start - num_prompt, 0) : end - num_prompt]
+
+    def row_sampling(self) -> RowSampling:
+        """How the turn's next token is sampled."""
+        return RowSampling(self.sampling, self.seed, len(self.generated), self.prompt, self.generated)
+
+    def accept(self, token_id: int, candidates: Candidates | None, now: float) -> Acceptance:
+        """Take a sampled token. Nothing beyond an end is ever counted."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+        if token_id in self.stop_ids:
+            return Acceptance(self.rest_of_text(), Ending("stop"))
+        self.generated.append(token_id)
+        delta = self.text.append(token_id)
+        text, ending = delta.text, None
+        if delta.stopped is not None:
+            ending = Ending("stop", delta.stopped)
+        elif len(self.generated) >= self.max_tokens:
+            text += self.text.flush()
+            ending = Ending("length")
+        token_ids = token_id.to_bytes(4, "little")
+        return Acceptance(Tokens(token_ids=token_ids, text=text, logprobs=self._logprobs(candidates)), ending)
+
+    def rest_of_text(self) -> Tokens | None:
+        """Text that was held back, for the end of the turn."""
+        text = self.text.flush()
+        return Tokens(token_ids=b"", text=text) if text else None
+
+    def usage(self) -> Usage:
+        """Tokens so far; completion_tokens counts exactly the tokens that were sent."""
+        return Usage(
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=len(self.generated),
+        )
+
+    def timings(self, now: float) -> Timings:
+        """Where the time until `now` went. The wait of a preempted turn counts for the phase it was in."""
+        started = now if self.started_at is None else self.started_at
+        first = now if self.first_token_at is None else self.first_token_at
+        last = first if self.last_token_at is None else self.last_token_at
+        return Timings(
+            worker=self.worker,
+            queue_seconds=started - self.received_at,
+            prefill_seconds=first - started,
+            decode_seconds=last - first,
+        )
+
+    def _logprobs(self, candidates: Candidates | None) -> tuple[ChosenLogprob, ...]:
+        if candidates is None or self.sampling.top_logprobs is None:
+            return ()
+        top = tuple(self._logprob(token_id, value) for token_id, value in candidates.top)
+        return (ChosenLogprob(self._logprob(*candidates.chosen), top),)
+
+    def _logprob(self, token_id: int, value: float) -> TokenLogprob:
+        return TokenLogprob(token_id, self.text.token_bytes(token_id), value)
+
+
+def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
+    """Check a Submit and make its turn. Raises TurnRefused."""
+    prompt = _check_prompt(submit, rules)
+    if submit.max_tokens < 1:
+        raise TurnRefused("invalid_request", f"max_tokens is {submit.max_tokens}: use 1 or more")
+    seed = submit.sampling.seed
+    return Turn(
+        run_id=submit.run_id,
+        attempt=submit.attempt,
+        agent=(submit.tenant, submit.agent),
+        namespace=hashlib.sha256(rules.namespace + submit.tenant.encode()).digest(),
+        prompt=prompt,
+        max_tokens=min(submit.max_tokens, rules.context_length - len(prompt)),
+        sampling=submit.sampling,
+        seed=secrets.randbits(64) if seed is None else seed & _MAX_SEED,
+        stop_ids=frozenset(submit.stop_token_ids)
+        | (frozenset() if submit.ignore_eos else rules.eos_token_ids),
+        text=TextState(rules.detokenizer, submit.stop),
+        received_at=now,
+    )
+
+
+def _check_prompt(submit: Submit, rules: TurnRules) -> array[int]:
+    if submit.v > messages.VERSION:
+        raise TurnRefused(
+            "upgrade_engine",
+            f"the turn speaks version {submit.v}, this engine {messages.VERSION}: upgrade it",
+        )
+    if rules.digest and submit.digest != rules.digest:
+        raise TurnRefused(
+            "tokenizer_changed",
+            "the turn was made with another model's tokenizer: send it again",
+            retryable=True,
+        )
+    if not submit.token_ids or len(submit.token_ids) % 4:
+        raise TurnRefused(
+            "invalid_request", f"token_ids has {len(submit.token_ids)} bytes: use 4 for each token"
+        )
+    prompt = array("I")
+    prompt.frombytes(submit.token_ids)
+    if len(prompt) >= rules.context_length:
+        raise TurnRefused(
+            "context_exceeded",
+            f"the prompt has {len(prompt)} tokens and the context holds {rules.context_length}, "
+            "with at least one for the answer: shorten the prompt",
+        )
+    if max(prompt) >= rules.vocab_size:
+        raise TurnRefused("invalid_request", f"token id {max(prompt)} is not below {rules.vocab_size}")
+    return prompt
