@@ -1,0 +1,239 @@
+"""The demo runs its session against a fake OpenAI server, and says so when something was not shown."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from gateway import demo, demo_calls
+from gateway.demo_calls import CallFailed
+from gateway.demo_progress import LiveCall, Progress
+from gateway.demo_report import KV, CallResult, Report, complaints, read_workers, table
+from gateway.demo_workload import NUM_ROUNDS, SYSTEM, agents
+from metrics.exposition import render
+from metrics.instruments import Instruments, TurnSample
+
+NUM_CALLS = len(agents()) * NUM_ROUNDS
+
+
+class FakeServer:
+    """Answers like the gateway: characters are tokens, the longest earlier prompt is the cache."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.bodies: list[dict[str, Any]] = []
+        self.agents: list[str] = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.seen: list[str] = []
+        self.instruments = Instruments()
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v1/models", self.get_models)
+        app.router.add_get("/health", self.get_health)
+        app.router.add_get("/metrics", self.get_metrics)
+        app.router.add_post("/v1/chat/completions", self.post_chat)
+        return app
+
+    async def get_models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def get_health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"engines": [{"kv": {"dtype": "int8", "bytes_per_token": 12240.0}}]})
+
+    async def get_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=render(self.instruments.registry))
+
+    async def post_chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        number = len(self.bodies)
+        self.agents.append(request.headers[demo_calls.AGENT_HEADER])
+        if self.fault == "refuse" and number == 3:
+            return web.json_response({"error": {"message": "too many"}}, status=429)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0.005)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b": keep-alive\n\n")
+        prompt = json.dumps(body["messages"])
+        cached = max((shared(prompt, text) for text in self.seen), default=0)
+        self.seen.append(prompt)
+        if self.fault == "break" and number == 5:
+            await send(response, {"error": {"message": "engine lost", "code": "engine_lost"}})
+            self.in_flight -= 1
+            return response
+        for piece in ("I ", "see 🦊."):
+            await send(response, {"choices": [{"delta": {"content": piece}}]})
+        await send(response, {"choices": [{"delta": {}, "finish_reason": "length"}]})
+        worker = 0 if self.fault == "one worker" else number % 4
+        turn = TurnSample("length", worker, len(prompt), cached, 9, 0.1, 0.5, 2.0)
+        self.instruments.observe_turn("e", turn)
+        details = {"cached_tokens": cached}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": 9, "prompt_tokens_details": details}
+        await send(response, {"choices": [], "usage": usage})
+        if not (self.fault == "cut" and number == NUM_CALLS):
+            await response.write(b"data: [DONE]\n\n")
+        self.in_flight -= 1
+        return response
+
+
+async def send(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+
+def shared(one: str, other: str) -> int:
+    length = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    return min(len(one), len(other)) if length is None else length
+
+
+async def figures_of(fake: FakeServer) -> Report:
+    progress = Progress(io.StringIO(), NUM_CALLS)
+    async with TestServer(fake.app()) as server:
+        return await demo.run(demo.Server(str(server.make_url("")).rstrip("/"), 1.5), progress)
+
+
+async def test_a_session_shows_every_figure_and_nothing_is_missing() -> None:
+    fake = FakeServer()
+    figures = await figures_of(fake)
+    assert list(complaints(figures)) == []
+    assert figures.calls == NUM_CALLS >= 12
+    assert [worker.worker for worker in figures.workers] == ["0", "1", "2", "3"]
+    assert sum(worker.calls for worker in figures.workers) == NUM_CALLS
+    assert figures.workers[0].decode_tokens_per_second is not None
+    assert figures.workers[0].decode_tokens_per_second.p50 == 4.0
+    assert figures.cached_share >= 0.75
+    assert figures.kv == KV("int8", 12240.0)
+    assert fake.most_in_flight == 4
+
+
+async def test_each_agent_continues_its_own_conversation_under_one_system_prompt() -> None:
+    fake = FakeServer()
+    await figures_of(fake)
+    for agent in agents():
+        first, second = [
+            body["messages"]
+            for body, name in zip(fake.bodies, fake.agents, strict=True)
+            if name == agent.name
+        ]
+        assert [message["content"] for message in first] == [SYSTEM, agent.tasks[0]]
+        assert second[:2] == first
+        assert second[2] == {"role": "assistant", "content": "I see 🦊."}
+        assert second[3]["content"] == agent.tasks[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("refuse", "status 429"),
+        ("break", "engine lost"),
+        ("cut", "closed before [DONE]"),
+        ("one worker", "1 of 4 workers served calls"),
+    ],
+)
+async def test_what_went_wrong_is_told(fault: str, complaint: str) -> None:
+    figures = await figures_of(FakeServer(fault))
+    assert any(complaint in text for text in complaints(figures))
+    assert figures.calls == NUM_CALLS
+
+
+async def test_a_small_share_from_the_cache_and_an_unknown_kv_format_are_told() -> None:
+    figures = replace(await figures_of(FakeServer()), cached_share=0.5, kv=KV("", 0.0))
+    told = list(complaints(figures))
+    assert len(told) == 2
+    assert "50.0%" in told[0]
+
+
+async def test_a_missing_page_ends_the_demo_with_its_name() -> None:
+    async with TestServer(web.Application()) as server:
+        with pytest.raises(CallFailed, match="GET v1/models answered 404"):
+            await demo.run(demo.Server(str(server.make_url("")).rstrip("/"), 0), Progress(io.StringIO(), 1))
+
+
+async def test_the_table_has_a_line_per_worker_and_the_sums() -> None:
+    text = table(await figures_of(FakeServer()))
+    assert text.count("4.0 / 4.0 / 4.0") == 4
+    assert "12,240 bytes per token (int8)" in text
+
+
+def test_an_idle_worker_has_no_quantiles() -> None:
+    now = [0.0]
+    instruments = Instruments(clock=lambda: now[0])
+    instruments.observe_turn("e", TurnSample("stop", 1, 5, 0, 4, 0.0, 1.0, 1.0))
+    now[0] = 10_000.0
+    (worker,) = read_workers(render(instruments.registry).decode())
+    assert worker.calls == 1
+    assert worker.decode_tokens_per_second is None
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_output_has_one_line_per_call_and_no_escapes() -> None:
+    output = io.StringIO()
+    progress = Progress(output, 1)
+    call = LiveCall("mail", 1)
+    progress.begin(call)
+    progress.tick()
+    progress.end(call, CallResult("mail", 1, "yes", 100, 90, 3, 0.5, 1.0, "stop"))
+    progress.close()
+    assert output.getvalue().startswith("[ 1/1] round 1  mail")
+    assert output.getvalue().count("\n") == 1
+    assert "\x1b" not in output.getvalue()
+
+
+def test_a_terminal_shows_the_live_answer_and_is_left_clean() -> None:
+    output = Terminal()
+    progress = Progress(output, 1)
+    call = LiveCall("mail", 1, answer="the queue\nrepeats", first_token=time.monotonic())
+    progress.begin(call)
+    assert "> the queue repeats" in output.getvalue()
+    progress.close()
+    assert output.getvalue().endswith("\x1b[2A\r\x1b[0J")
+
+
+SERVER = """
+import http.server, os, pathlib, signal, sys
+home = pathlib.Path(os.environ["TETRARCH_HOME"])
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+def stop(*_):
+    pathlib.Path(sys.argv[1]).write_text(str(home)); sys.exit(0)
+signal.signal(signal.SIGINT, stop)
+print(os.environ.get("TETRARCH_REDIS_URL"), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Ready).serve_forever()
+"""
+
+
+async def test_the_server_gets_a_home_of_its_own_and_is_stopped_in_order(tmp_path: Path) -> None:
+    progress = Progress(io.StringIO(), 1)
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "stopped")]
+    async with demo.serving(command, {"TETRARCH_REDIS_URL": "redis://mine"}, progress) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert server.start_seconds > 0
+    home = (tmp_path / "stopped").read_text()
+    assert not os.path.exists(home)  # noqa: ASYNC240 - a test may look
+
+
+async def test_a_server_that_ends_at_once_is_told_with_its_last_words() -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+    with pytest.raises(demo.DemoFailed, match="ended with code 1:\nno such model"):
+        async with demo.serving(command, {}, Progress(io.StringIO(), 1)):
+            pass
