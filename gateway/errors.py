@@ -93,6 +93,16 @@ class InvalidField(GatewayError):
         super().__init__(kind, message, param=param)
 
 
+def context_exceeded(param: str, num_prompt_tokens: str, context_length: int) -> InvalidField:
+    """The prompt leaves no room for an answer; both numbers are named."""
+    return InvalidField(
+        param,
+        f"The prompt has {num_prompt_tokens} tokens, but the context of this model is {context_length} "
+        "tokens, prompt and answer together. Shorten the prompt.",
+        kind="context_length_exceeded",
+    )
+
+
 class UnknownModel(GatewayError):
     """No engine on this bus serves the model."""
 

@@ -50,6 +50,14 @@ class Rendered:
     marks: Marks | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt's ids, and the plain text that its answer continues (after the last control token)."""
+
+    token_ids: bytes  # little-endian uint32
+    answer_prefix: str = ""
+
+
 class _Generation(Extension):
     """`{% generation %}` frames the assistant's words for training; a prompt ignores the frame."""
 
@@ -126,7 +134,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 class Prompts:
-    """Renders and encodes prompts for one tokenizer bundle. Building it takes up to a second: use a thread."""
+    """Renders and encodes prompts for one tokenizer bundle. Building it takes up to a second."""
 
     def __init__(self, bundle: TokenizerBundle) -> None:
         self.tokenizer = PromptTokenizer(bundle)
@@ -134,12 +142,15 @@ class Prompts:
         self._knows_developer = "developer" in bundle.chat_template
         self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
 
-    async def encode(self, conversation: Conversation) -> EncodedPrompt:
-        """Token ids, little-endian uint32. Raises InvalidField when the template refuses the messages."""
+    async def encode(self, conversation: Conversation, *, max_tokens: int) -> EncodedPrompt:
+        """The prompt's ids. Raises InvalidField when the template refuses the messages, or when the text is so
+        long that more than `max_tokens` are certain without encoding it.
+        """
         if sum(map(len, _strings(conversation))) > INLINE_RENDER_CHARS:
             rendered = await asyncio.to_thread(self.render, conversation)
         else:
             rendered = self.render(conversation)
+        self.tokenizer.check_length(rendered.text, max_tokens, "messages")
         token_ids = await self.tokenizer.encode_prompt(rendered.text, rendered.marks)
         return EncodedPrompt(token_ids, self._answer_prefix(rendered.text))
 
@@ -174,7 +185,15 @@ class Prompts:
                 f"The model's chat template refuses these messages: {shorten(str(error), 300)}",
                 kind="template_error",
             ) from None
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             # The template ran into a shape that it does not expect.
             raise InvalidField(
                 "messages",
@@ -222,14 +241,6 @@ class Prompts:
         """The prompt's plain text after its last control token: the answer continues that span."""
         ends = [found.end() for found in self.tokenizer.control.hard_pattern.finditer(text[-200:])]
         return text[-200:][ends[-1] :] if ends else ""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A prompt's ids, and the plain text that its answer continues (after the last control token)."""
-
-    token_ids: bytes  # little-endian uint32
-    answer_prefix: str = ""
 
 
 def _strings(conversation: Conversation) -> Iterator[str]:

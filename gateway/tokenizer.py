@@ -19,12 +19,12 @@ from tokenizers import Tokenizer
 
 from workers.messages import TokenizerBundle
 
-from .errors import InvalidField
+from .errors import InvalidField, context_exceeded
 
 INLINE_CHARS = 4096
 """Up to here encoding takes about 2 ms and stays on the event loop; longer text goes to a thread."""
 
-# Noncharacters are valid in strings but never in exchanged text; the first pair that the input lacks is taken.
+# Noncharacters: valid in strings, never in exchanged text. The first pair that the input lacks is taken.
 _MARK_POINTS = [chr(point) for point in range(0xFDD0, 0xFDF0)]
 # A delimiter by its look, whatever its `special` flag says: some tokenizers forget the flag on turn markers.
 _DELIMITER = re.compile(r"<[|｜].*[|｜]>|\[/?(INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS)\]")
@@ -69,8 +69,8 @@ def _json_escape(point: str) -> str:
 class ControlTokens:
     """The added tokens that structure a prompt, and how to find their literals in a caller's text.
 
-    `hard` ones end turns or start roles. `soft` ones (<think>, <tool_call>) are text that the model also writes:
-    an assistant message keeps them, a user's or a tool's must not smuggle them in.
+    `hard` ones end turns or start roles. `soft` ones (<think>, <tool_call>) are text that the model also
+    writes: an assistant message keeps them, a user's or a tool's must not smuggle them in.
     """
 
     def __init__(self, added: Sequence[dict[str, Any]], bundle: TokenizerBundle) -> None:
@@ -95,7 +95,8 @@ class ControlTokens:
         self.any_pattern = _any_of([*hard, *soft])
         literals = [*hard, *soft]
         self._firsts = tuple({literal[0] for literal in literals})
-        self._heads = {literal[:n] for literal in literals for n in range(1, len(literal))}
+        heads = (literal[:n] for literal in literals for n in range(1, len(literal)))
+        self._heads = {head for head in heads if not head.isalnum()}
         self._tails = {literal[n:] for literal in literals for n in range(1, len(literal))}
         self._longest = max(map(len, literals), default=1)
         self._joined = "\0".join(literals)
@@ -121,7 +122,7 @@ class ControlTokens:
         return any(text[-n:] in self._heads for n in range(1, min(len(text), self._longest) + 1))
 
     def _open_start(self, text: str) -> bool:
-        """Starts like the rest of a literal: `|im_end|>`. Plain words are left alone: templates compare them."""
+        """Starts like the rest of a literal: `|im_end|>`. Not plain words: templates compare those."""
         if text.replace("_", "").isalnum():
             return False
         if len(text) < self._longest and text in self._joined:
@@ -192,6 +193,7 @@ class PromptTokenizer:
             {**config, "added_tokens": [t for t in added if t["content"] not in self.control.hard]}
         )
         self._cache = SpanCache(cache_bytes)
+        self._most_chars = _most_chars_per_token(config)
         bos = bundle.special_tokens.get("bos_token") if bundle.add_bos else None
         self._bos_id: int | None = self._whole.token_to_id(bos) if bos else None
         self.by_span = self._spans_agree(added, has_normalizer=config.get("normalizer") is not None)
@@ -204,12 +206,19 @@ class PromptTokenizer:
             spans = self.split(rendered, marks)
         return await self._encode_spans(spans)
 
-    async def encode_raw(self, text: str) -> bytes:
+    async def encode_raw(self, text: str, *, max_tokens: int) -> bytes:
         """Token ids of a caller's own rendering: its control literals are control tokens."""
+        self.check_length(text, max_tokens, "prompt")
         prefix = b"" if self._bos_id is None else _pack([self._bos_id])
         if len(text) <= INLINE_CHARS:
             return prefix + _run(self._whole, text)
         return prefix + await asyncio.to_thread(_run, self._whole, text)
+
+    def check_length(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuses text that cannot fit, so that megabytes need no encoding. Exact counts come later."""
+        if self._most_chars is not None and len(text) > self._most_chars * max_tokens:
+            fewest = len(text) // self._most_chars
+            raise context_exceeded(param, f"at least {fewest}", max_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
@@ -248,7 +257,7 @@ class PromptTokenizer:
         return spans + self._split_around(rendered[position:], marks)
 
     def _split_around(self, text: str, marks: Marks) -> list[Span]:
-        """Spans of text whose single marks guard a border; they only part it where joining makes a literal."""
+        """Spans of text whose single marks guard borders; they part it only where joining makes a literal."""
         parts = re.split(f"[{marks.opening}{marks.closing}]", text)
         joined = "".join(parts)
         find = self.control.any_pattern.findall
@@ -331,6 +340,19 @@ class PromptTokenizer:
                 if [token_id for part in parts for token_id in part] != _ids(self._whole, probe):
                     return False
         return True
+
+
+def _most_chars_per_token(config: dict[str, Any]) -> int | None:
+    """Upper bound for byte-level BPE, where each byte of text lands in some token; None elsewhere."""
+    model = config["model"]
+    if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(config.get("pre_tokenizer")):
+        return None
+    if any(token.get("lstrip") or token.get("rstrip") for token in config.get("added_tokens") or ()):
+        return None
+    longest = max(map(len, model["vocab"]), default=1)
+    normalizer = config.get("normalizer") or {"type": "none"}
+    # Composing makes one character of at most four.
+    return {"none": longest, "NFC": 4 * longest}.get(normalizer["type"])
 
 
 def _build(config: dict[str, Any]) -> Tokenizer:
