@@ -1,0 +1,82 @@
+"""GET /metrics, the only exposition: the gateway's instruments, and the engines' figures from the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from metrics.exposition import CONTENT_TYPE, render
+from metrics.instruments import EngineSample, Instruments, TurnSample
+from workers.messages import Cancelled, Failed, Finished, TurnEnd
+
+from .directory import Directory, EngineView
+
+INSTRUMENTS = web.AppKey("instruments", Instruments)
+DIRECTORY = web.AppKey("directory", Directory)
+
+
+async def get_metrics(request: web.Request) -> web.Response:
+    """Every series in Prometheus's text format."""
+    instruments = request.app[INSTRUMENTS]
+    engines = request.app[DIRECTORY].engines()
+    instruments.observe_engines({view.info.engine_id: engine_sample(view) for view in engines})
+    return web.Response(body=render(instruments.registry), headers={"Content-Type": CONTENT_TYPE})
+
+
+def turn_observer(instruments: Instruments) -> Callable[[str, TurnEnd], None]:
+    """What to call with the engine's id when a turn's terminal event is read."""
+
+    def on_turn_end(engine_id: str, event: TurnEnd) -> None:
+        instruments.observe_turn(engine_id, turn_sample(event))
+
+    return on_turn_end
+
+
+def turn_sample(event: TurnEnd) -> TurnSample:
+    """A terminal event as the instruments take it."""
+    match event:
+        case Finished(reason=reason):
+            pass
+        case Cancelled():
+            reason = "cancelled"
+        case Failed(error=error):
+            reason = f"failed_{error}"
+    usage, timings = event.usage, event.timings
+    return TurnSample(
+        reason=reason,
+        worker=timings.worker,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        generated_tokens=usage.completion_tokens,
+        queue_seconds=timings.queue_seconds,
+        prefill_seconds=timings.prefill_seconds,
+        decode_seconds=timings.decode_seconds,
+    )
+
+
+def engine_sample(view: EngineView) -> EngineSample:
+    """An engine as last seen; a dead one runs nothing."""
+    info, stats = view.info, view.stats
+    return EngineSample(
+        is_up=view.alive,
+        is_ready=view.alive and stats.ready,
+        num_workers=info.num_workers,
+        num_running=stats.num_running if view.alive else 0,
+        num_waiting=stats.num_waiting if view.alive else 0,
+        num_pages=info.kv.num_pages,
+        num_free_pages=stats.num_free_pages,
+        num_tree_pages=stats.num_tree_pages,
+        num_live_pages=stats.num_live_pages,
+        num_tree_nodes=stats.num_tree_nodes,
+        num_evicted_pages=stats.num_evicted_pages,
+        prompt_tokens_computed=stats.prompt_tokens_computed,
+        prompt_tokens_cached=stats.prompt_tokens_cached,
+        generated_tokens=stats.generated_tokens,
+        num_steps=stats.num_steps,
+        step_age_seconds=stats.step_age_seconds,
+        active_memory_bytes=stats.active_memory_bytes,
+        peak_memory_bytes=stats.peak_memory_bytes,
+        kv_bytes_per_token=info.kv.bytes_per_token,
+        kv_pool_bytes=info.kv.pool_bytes,
+    )

@@ -1,0 +1,141 @@
+"""The page that Prometheus scrapes: valid text, every figure, no prompt text, over a real socket."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.directory import EngineView
+from gateway.metrics_page import DIRECTORY, INSTRUMENTS, get_metrics, turn_observer
+from metrics.exposition import CONTENT_TYPE
+from metrics.instruments import Instruments
+from workers.messages import (
+    Cancelled,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Finished,
+    KVFacts,
+    Timings,
+    TokenizerBundle,
+    TurnEnd,
+    Usage,
+)
+
+KV = KVFacts(dtype="int8", bytes_per_token=12240.0, page_tokens=64, num_pages=100, pool_bytes=78_336_000)
+USAGE = Usage(prompt_tokens=100, cached_tokens=80, completion_tokens=11)
+TIMINGS = Timings(worker=1, queue_seconds=0.5, prefill_seconds=0.1, decode_seconds=1.0)
+
+
+@dataclass
+class FakeDirectory:
+    """Stands for the directory: a list of engines, no bus."""
+
+    views: list[EngineView] = field(default_factory=list)
+
+    def engines(self) -> list[EngineView]:
+        return self.views
+
+
+def an_engine(engine_id: str = "e0", *, alive: bool = True) -> EngineView:
+    info = EngineInfo(
+        engine_id=engine_id,
+        incarnation=3,
+        model_id="a model",
+        digest="d",
+        context_length=8192,
+        num_workers=4,
+        vocab_size=10,
+        kv=KV,
+        device="cpu",
+        weights="float32",
+        blas="openblas",
+        created=1,
+    )
+    stats = EngineStats(incarnation=3, ready=True, num_running=2, num_free_pages=60, num_evicted_pages=5)
+    bundle = TokenizerBundle(tokenizer_json=b"{}", chat_template="")
+    return EngineView(info=info, stats=stats, alive=alive, tokenizer=bundle)
+
+
+def app_with(instruments: Instruments, *views: EngineView) -> web.Application:
+    app = web.Application()
+    app[INSTRUMENTS] = instruments
+    app[DIRECTORY] = FakeDirectory(list(views))  # type: ignore[misc]
+    app.router.add_get("/metrics", get_metrics)
+    return app
+
+
+async def scrape(instruments: Instruments, *views: EngineView) -> str:
+    async with TestClient(TestServer(app_with(instruments, *views))) as client:
+        response = await client.get("/metrics")
+        assert response.status == 200
+        assert response.headers["Content-Type"] == CONTENT_TYPE
+        return await response.text()
+
+
+def values(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def busy_instruments() -> Instruments:
+    instruments = Instruments()
+    observe = turn_observer(instruments)
+    ends: list[TurnEnd] = [
+        Finished(reason="stop", usage=USAGE, timings=TIMINGS, stop_text="SECRET"),
+        Finished(reason="length", usage=USAGE, timings=TIMINGS),
+        Cancelled(usage=USAGE, timings=TIMINGS),
+        Failed(error="engine_lost", message="SECRET"),
+    ]
+    for end in ends:
+        observe("e0", end)
+    instruments.observe_response(200)
+    instruments.observe_response(429)
+    return instruments
+
+
+async def test_the_page_parses_and_shows_turns_engines_and_responses() -> None:
+    seen = values(await scrape(busy_instruments(), an_engine("e0"), an_engine("e1", alive=False)))
+
+    def value(name: str, **labels: str) -> float:
+        return seen[(f"tetrarch_{name}", frozenset(labels.items()))]
+
+    assert value("turns_total", engine="e0", worker="1", reason="stop") == 1
+    assert value("turns_total", engine="e0", worker="1", reason="cancelled") == 1
+    assert value("turns_total", engine="e0", worker="none", reason="failed_engine_lost") == 1
+    assert value("worker_decode_tokens_per_second", engine="e0", worker="1", quantile="0.5") == 10.0
+    assert value("turn_prompt_tokens_computed_total", engine="e0", worker="1") == 60
+    assert value("turn_prompt_tokens_cached_total", engine="e0", worker="1") == 240
+    assert value("engine_up", engine="e0") == 1
+    assert value("engine_up", engine="e1") == 0
+    assert value("engine_ready", engine="e1") == 0
+    assert value("engine_turns_running", engine="e1") == 0
+    assert value("engine_kv_bytes_per_token", engine="e0") == 12240
+    assert value("engine_pages_free", engine="e0") == 60
+    assert value("engine_pages_evicted_total", engine="e0") == 5
+    assert value("http_responses_total", status="4xx") == 1
+    assert value("http_too_many_requests_total") == 1
+
+
+async def test_no_text_of_a_turn_is_on_the_page() -> None:
+    assert "SECRET" not in await scrape(busy_instruments(), an_engine())
+
+
+async def test_promtool_finds_nothing_to_complain_about() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: it is in the package prometheus)")
+    text = await scrape(busy_instruments(), an_engine())
+    checked = subprocess.run(  # noqa: ASYNC221 - a test may wait
+        [promtool, "check", "metrics"], input=text.encode(), capture_output=True, timeout=30, check=False
+    )
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
