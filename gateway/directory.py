@@ -32,7 +32,7 @@ from .errors import NoEngine, UnknownModel
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = LEASE_SECONDS + 1.0
-"""After the bus (or this process) slept, a missing lease proves nothing until engines had time to renew it."""
+"""After the bus or this process slept, a missing lease proves nothing until engines had time to renew it."""
 
 log = structlog.get_logger(__name__)
 
@@ -101,14 +101,14 @@ class Directory:
 
     async def refresh(self) -> None:
         """One look at every engine."""
-        known: set[str] = set()
+        known = set(self._leases)
         while True:
             seen = await self._look(sorted(known))
             if seen <= known:
                 break
             known |= seen
         now = time.monotonic()
-        if self._polled_at is not None and now - self._polled_at > LEASE_SECONDS / 2:
+        if self._polled_at is None or now - self._polled_at > LEASE_SECONDS / 2:
             self._trusted_from = now + GRACE_SECONDS
         self._polled_at = now
 

@@ -1,4 +1,4 @@
-"""A run's state as a pure fold over its events: what a gateway knows about a run is what its stream says.
+"""A run's state as a pure fold over its events, and the ends that a gateway may write from it.
 
 Knows the bus's words; knows neither the bus nor time.
 """
@@ -9,7 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import msgspec
+
 from workers.messages import (
+    VERSION,
     Accepted,
     Cancelled,
     Dispatched,
@@ -19,8 +22,11 @@ from workers.messages import (
     Progress,
     RunEnded,
     Started,
+    Timings,
     Tokens,
     TurnEnd,
+    Usage,
+    decode_event,
     event_id,
 )
 
@@ -57,12 +63,12 @@ class RunState:
 
     @property
     def next_id(self) -> str:
-        """Where this gateway's next Dispatched or verdict goes; fences all that the present attempt may still say."""
+        """For the next Dispatched or verdict; fences all that the present attempt may still say."""
         return event_id(self.attempt + 1, 1)
 
 
 def advance(state: RunState, entry_id: str, event: Event) -> RunState:
-    """The state after one more event. Events of a fenced attempt never arrive: the store refuses their ids."""
+    """The state after one more event. The store refused those of a fenced attempt."""
     state = replace(state, last_id=entry_id)
     match event:
         case Accepted():
@@ -78,9 +84,7 @@ def advance(state: RunState, entry_id: str, event: Event) -> RunState:
         case Started():
             return replace(state, phase=Phase.PREFILLING)
         case Tokens(token_ids=token_ids):
-            return replace(
-                state, phase=Phase.GENERATING, num_tokens=state.num_tokens + len(token_ids) // 4
-            )
+            return replace(state, phase=Phase.GENERATING, num_tokens=state.num_tokens + len(token_ids) // 4)
         case Finished() | Cancelled() | Failed():
             return replace(state, phase=Phase.TURN_ENDED, turn_end=event, attempt=_attempt(entry_id))
         case RunEnded():
@@ -89,11 +93,22 @@ def advance(state: RunState, entry_id: str, event: Event) -> RunState:
             return state
 
 
-def fold(entries: Iterable[tuple[str, Event]], state: RunState = RunState()) -> RunState:  # noqa: B008 (frozen)
-    """`advance` over (id, event) pairs."""
-    for entry_id, event in entries:
-        state = advance(state, entry_id, event)
+def fold(entries: Iterable[tuple[str, bytes]], state: RunState = RunState()) -> RunState:
+    """`advance` over encoded (id, message) pairs; what a newer version wrote is skipped."""
+    for entry_id, message in entries:
+        event = decode(message)
+        if event is not None:
+            state = advance(state, entry_id, event)
     return state
+
+
+def decode(message: bytes) -> Event | None:
+    """An event; None when it is of a newer version than ours, or none of ours at all."""
+    try:
+        event = decode_event(message)
+    except msgspec.MsgspecError:
+        return None
+    return event if event.v <= VERSION else None
 
 
 def end_of(turn_end: TurnEnd) -> RunEnded:
@@ -105,6 +120,21 @@ def end_of(turn_end: TurnEnd) -> RunEnded:
             return RunEnded(state="cancelled")
         case Failed():
             return RunEnded(state="failed")
+
+
+def cancelled(state: RunState) -> Cancelled:
+    """The verdict for a turn that no engine will end after a cancel."""
+    return Cancelled(usage=_usage(state), timings=Timings())
+
+
+def failed(state: RunState, error: str, message: str) -> Failed:
+    """The verdict for a turn that no engine will end. All that a gateway sees fail may be sent again."""
+    return Failed(error=error, message=message, retryable=True, usage=_usage(state))
+
+
+def _usage(state: RunState) -> Usage:
+    prompt_tokens = state.accepted.prompt_tokens if state.accepted is not None else 0
+    return Usage(prompt_tokens=prompt_tokens, completion_tokens=state.num_tokens)
 
 
 def _attempt(entry_id: str) -> int:

@@ -1,33 +1,53 @@
 """Runs: starts them, sends their turns to engines, follows each to its end and writes that end.
 
-Holds no state of a run that the run's stream does not; knows no HTTP.
+Holds no state of a run that its stream does not, apart from the order of one that it started; knows no HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
 
-from workers.messages import Event, Sampling
+import msgspec
+import structlog
 
-from .directory import EngineView
+from workers.messages import (
+    RUN_END_ID,
+    RUNS_LIVE_KEY,
+    Accepted,
+    Cancel,
+    Dispatched,
+    Event,
+    RunEnded,
+    Submit,
+    TurnEnd,
+    encode,
+    event_id,
+    inbox_key,
+    run_events_key,
+)
 
+from .bus import Bus, BusLost, Entry, StreamGone, id_pair
+from .directory import Directory, EngineView
+from .errors import InvalidField, NoEngine, RunNotFound
+from .places import Order, Places
+from .run_state import Phase, RunState, advance, cancelled, decode, end_of, failed, fold
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One call as the HTTP side has checked it. `engine` made the tokens; an equal one may run the turn."""
+__all__ = ["Order", "Run", "RunEvent", "Runs"]
 
-    engine: EngineView
-    token_ids: bytes  # prompt, little-endian uint32
-    max_tokens: int
-    sampling: Sampling = Sampling()
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    tenant: str = ""
-    agent: str = ""
-    request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer
-    attached: bool = True  # dies with its client and gateway; False: lives until its own end
+EXPIRE_SECONDS = 3600
+"""How long an ended run's events can still be read."""
+
+GONE = "The message bus lost the events of this run. Send the call again."
+
+ENTRY_ID = re.compile(r"\d{1,19}-\d{1,19}|" + RUN_END_ID)
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +58,322 @@ class RunEvent:
     event: Event
 
 
+@dataclass(slots=True)
+class Run:
+    """One live run that this gateway follows; for this room's caretaker, not for the HTTP side."""
+
+    run_id: str
+    state: RunState
+    order: Order | None  # None: started by another gateway
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of dispatches and verdicts
+    task: asyncio.Task[None] | None = None
+    num_followers: int = 0
+    cancel_requested: bool = False
+    cancelled_attempt: int | None = None  # the attempt whose engine was sent a Cancel
+    since: float = field(default_factory=time.monotonic)  # adopted, left by its last follower, or cancelled
+    lost_since: float | None = None  # no engine can be expected to end it, or to take it
+
+    @property
+    def key(self) -> str:
+        """Its stream."""
+        return run_events_key(self.run_id)
+
+
 class Runs:
-    """The runs that this gateway follows."""
+    """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once."""
+
+    def __init__(self, bus: Bus, directory: Directory, *, max_waiting: int = 64) -> None:
+        self.on_turn_end: list[Callable[[str, RunState], None]] = []
+        self._bus = bus
+        self._places = Places(directory, max_waiting)
+        self._runs: dict[str, Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False  # takes no new runs
+        self._closed = False  # sends nothing more
+        directory.on_poll.append(self.release)
+
+    # For the HTTP side.
 
     async def start(self, order: Order) -> str:
         """The new run's id (`run-<32 hex>`) once it has a place in line. Raises Overloaded or NoEngine."""
-        raise NotImplementedError
+        if self._stopping:
+            raise NoEngine("The server is stopping. Send the call again in a few seconds.")
+        if not self._bus.available:
+            raise BusLost
+        self._places.reserve(order)
+        try:
+            run = await self._create(order)
+        finally:
+            self._places.unreserve()
+        self._follow(run)
+        self._places.enter(run.run_id, order)
+        self.release()
+        return run.run_id
 
-    def events(self, run_id: str, after: str | None = None) -> AsyncIterator[RunEvent]:
+    async def events(self, run_id: str, after: str | None = None) -> AsyncIterator[RunEvent]:
         """Events from the start, or after an id, to RunEnded inclusive; close it with `aclosing`. Raises
-        RunNotFound at the first step.
+        RunNotFound or InvalidField at the first step. A run whose events the bus has lost ends in Failed.
         """
-        raise NotImplementedError
+        if after is not None and not ENTRY_ID.fullmatch(after):
+            raise InvalidField("Last-Event-ID", f"'{after[:60]}' is not an event id of this server.")
+        run = await self.adopt(run_id)
+        if after == RUN_END_ID:
+            return
+        follower = self._bus.follow(run_events_key(run_id), after or "0-0")
+        if run is not None:
+            run.num_followers += 1
+        try:
+            while True:
+                entry = await follower.next()
+                event = decode(entry.message)
+                if event is not None:
+                    yield RunEvent(entry.id, event)
+                if isinstance(event, RunEnded):
+                    return
+        except StreamGone:
+            yield RunEvent(follower.position, failed(RunState(), "run_lost", GONE))
+            yield RunEvent(RUN_END_ID, RunEnded(state="failed"))
+        finally:
+            follower.close()
+            if run is not None:
+                run.num_followers -= 1
+                run.since = time.monotonic()
 
     async def cancel(self, run_id: str) -> None:
-        """Ends the run wherever it is; the first end wins. Safe to repeat; raises RunNotFound."""
-        raise NotImplementedError
+        """Ends the run wherever it is; the first end wins. Safe to repeat; raises RunNotFound. Returns when
+        the Cancel is on its way; while the bus is lost, at once: it is sent when the bus returns.
+        """
+        run = await self.adopt(run_id)
+        if run is None:
+            return
+        if not run.cancel_requested:
+            run.cancel_requested, run.since = True, time.monotonic()
+        await asyncio.wait({self._spawn(self.send_cancel(run))}, timeout=2.0)
 
     def is_live(self, run_id: str) -> bool:
         """Whether this gateway follows the run and has not seen its end."""
-        raise NotImplementedError
+        return run_id in self._runs
+
+    @property
+    def num_waiting(self) -> int:
+        """Runs in this gateway's lines."""
+        return self._places.num_waiting
+
+    @property
+    def num_live(self) -> int:
+        """Runs that this gateway follows."""
+        return len(self._runs)
+
+    # For the caretaker.
+
+    def local(self) -> list[Run]:
+        """The runs that this gateway follows."""
+        return list(self._runs.values())
+
+    def engines_for(self, order: Order) -> list[EngineView]:
+        """Living, ready engines that could take the order, the least busy first."""
+        return sorted(self._places.others(order), key=lambda engine: engine.stats.num_running)
+
+    async def adopt(self, run_id: str) -> Run | None:
+        """Follows another gateway's run (or finds our own); None when it has ended. Raises RunNotFound."""
+        if run_id not in self._runs:
+            entries = await self._bus.read(run_events_key(run_id), "0-0")
+            if not entries:
+                raise RunNotFound(run_id)
+            state = fold(entries)
+            if state.phase is Phase.ENDED:
+                return None
+            if run_id not in self._runs:
+                self._follow(Run(run_id, state, order=None))
+        return self._runs.get(run_id)
+
+    def release(self) -> None:
+        """Sends those next in line to the engines that have room."""
+        if self._closed:
+            return
+        for release in self._places.releases():
+            self._spawn(self.dispatch(self._runs[release.run_id], release.engine))
+
+    async def dispatch(self, run: Run, engine: EngineView) -> None:
+        """Sends the turn as a new attempt, unless the run has a token or an end; waits for a lost bus."""
+        async with run.lock:
+            while run.run_id in self._runs:
+                try:
+                    await self._try_dispatch(run, engine)
+                    break
+                except BusLost:
+                    await self._bus.wait_available()
+        if run.cancel_requested:
+            await self.send_cancel(run)
+
+    async def send_cancel(self, run: Run) -> None:
+        """The next step of a requested cancel: out of the line, or a Cancel to the engine. Safe to repeat."""
+        if self._places.leave(run.run_id):
+            await self.write_verdict(run, cancelled(run.state))
+            return
+        async with run.lock:
+            state = run.state
+            if not state.is_on_engine or state.engine_id is None or run.cancelled_attempt == state.attempt:
+                return
+            message = encode(Cancel(run_id=run.run_id, attempt=state.attempt))
+            try:
+                await self._bus.send(inbox_key(state.engine_id), message)
+                run.cancelled_attempt = state.attempt
+            except BusLost:
+                return  # the caretaker comes again
+
+    async def write_verdict(self, run: Run, verdict: TurnEnd) -> None:
+        """Ends the turn in the engine's place unless it has ended; fences what the engine may still say."""
+
+        def decide(entries: list[Entry]) -> Entry | None:
+            state = fold(entries, run.state)
+            if state.turn_end is not None or state.ended is not None:
+                return None
+            return Entry(state.next_id, encode(verdict))
+
+        self._places.leave(run.run_id)
+        async with run.lock:
+            try:
+                await self._bus.append_watched(run.key, run.state.last_id, decide)
+            except BusLost:
+                log.warning("verdict_delayed", run=run.run_id)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Takes no more runs, gives the open ones a moment, then ends the attached ones with an error."""
+        self._stopping = True
+        await self._wait_for_ends(grace_seconds)
+        for run in self.local():
+            if run.state.accepted is not None and run.state.accepted.gateway == self._bus.gateway_id:
+                run.cancel_requested = True
+                await self.send_cancel(run)
+                message = "The server is stopping. Send the call again when it is back."
+                await self.write_verdict(run, failed(run.state, "server_stopping", message))
+        await self._wait_for_ends(1.0)
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Inside.
+
+    async def _create(self, order: Order) -> Run:
+        """Claims the run id: the stream exists from here on."""
+        accepted = Accepted(
+            model=order.engine.info.model_id,
+            engine_id=order.engine.info.engine_id,
+            created=int(time.time()),
+            prompt_tokens=len(order.token_ids) // 4,
+            gateway=self._bus.gateway_id if order.attached else "",
+            request=msgspec.Raw(order.request),
+        )
+        run_id = f"run-{uuid.uuid4().hex}"
+        run = Run(run_id, advance(RunState(), event_id(0, 1), accepted), order)
+        await self._bus.answered(self._bus.commands.sadd(RUNS_LIVE_KEY, run_id))
+        await self._bus.append(run.key, run.state.last_id, encode(accepted), create=True)
+        return run
+
+    async def _try_dispatch(self, run: Run, engine: EngineView) -> None:
+        order, info = run.order, engine.info
+        dispatched = Dispatched(engine_id=info.engine_id, incarnation=info.incarnation)
+        state = run.state
+
+        def decide(entries: list[Entry]) -> Entry | None:
+            nonlocal state
+            state = fold(entries, run.state)
+            if state.num_tokens or state.turn_end is not None or state.ended is not None:
+                return None
+            return Entry(state.next_id, encode(dispatched))
+
+        if order is None or not await self._bus.append_watched(run.key, run.state.last_id, decide):
+            return
+        run.state = advance(state, state.next_id, dispatched)
+        self._places.move(run.run_id, engine)
+        submit = Submit(
+            run_id=run.run_id,
+            attempt=run.state.attempt,
+            incarnation=info.incarnation,
+            digest=info.digest,
+            token_ids=order.token_ids,
+            max_tokens=order.max_tokens,
+            sampling=order.sampling,
+            stop=order.stop,
+            stop_token_ids=order.stop_token_ids,
+            ignore_eos=order.ignore_eos,
+            tenant=order.tenant,
+            agent=order.agent,
+        )
+        await self._bus.send(inbox_key(info.engine_id), encode(submit))
+
+    def _follow(self, run: Run) -> None:
+        self._runs[run.run_id] = run
+        run.task = self._spawn(self._drive(run))
+
+    async def _drive(self, run: Run) -> None:
+        """Follows a run to its end, whether or not a client reads it."""
+        follower = self._bus.follow(run.key, run.state.last_id)
+        try:
+            if run.state.phase is Phase.TURN_ENDED:
+                await self._end(run)
+            while run.state.phase is not Phase.ENDED:
+                self._take(run, await follower.next())
+                if run.state.phase is Phase.TURN_ENDED:
+                    self._places.leave(run.run_id)
+                    for listener in self.on_turn_end:
+                        listener(run.run_id, run.state)
+                    await self._end(run)
+            await self._clear(run)
+        except StreamGone:
+            log.warning("run_lost", run=run.run_id)
+            await self.send_cancel(run)
+            await self._clear(run)
+        finally:
+            follower.close()
+            self._places.leave(run.run_id)
+            del self._runs[run.run_id]
+            self.release()
+
+    def _take(self, run: Run, entry: Entry) -> None:
+        if id_pair(entry.id) <= id_pair(run.state.last_id):
+            return  # our own Dispatched, and what came before it
+        event = decode(entry.message)
+        if event is not None:
+            run.state = advance(run.state, entry.id, event)
+            if run.state.phase is Phase.GENERATING:
+                self._places.note_prefilled(run.run_id)
+        else:
+            message = "The engine speaks a newer version of the bus: upgrade this gateway."
+            self._spawn(self.write_verdict(run, failed(run.state, "upgrade_gateway", message)))
+
+    async def _end(self, run: Run) -> None:
+        """Writes the run's end; when another gateway was faster, its end stands."""
+        if run.state.turn_end is None:
+            return
+        ended = encode(end_of(run.state.turn_end))
+        while True:
+            try:
+                written = await self._bus.append(run.key, RUN_END_ID, ended)
+                if not written and not await self._bus.read(run.key, "0-0", 1):
+                    raise StreamGone(run.key)
+                return
+            except BusLost:
+                await self._bus.wait_available()
+
+    async def _clear(self, run: Run) -> None:
+        pipeline = self._bus.commands.pipeline(transaction=False)
+        pipeline.srem(RUNS_LIVE_KEY, run.run_id)
+        pipeline.expire(run.key, EXPIRE_SECONDS)
+        try:
+            await self._bus.execute(pipeline)
+        except BusLost:
+            log.info("run_not_cleared", run=run.run_id)  # the next gateway's sweep finds it ended
+
+    async def _wait_for_ends(self, seconds: float) -> None:
+        tasks = [run.task for run in self.local() if run.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

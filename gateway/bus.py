@@ -1,0 +1,352 @@
+"""The gateway's side of the bus: commands with a deadline, idempotent appends, one reader for all followers.
+
+Owns connections and stream positions. Knows entries, not what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import structlog
+from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError, WatchError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from workers.messages import EVENT_FIELD, KEY_PREFIX, LEASE_SECONDS, gateway_lease_key
+
+from .errors import NoEngine
+
+COMMAND_SECONDS = 2.0
+BLOCK_SECONDS = 5.0
+QUEUE_ENTRIES = 256
+"""A follower further behind than this reads on by itself; one XREAD or XRANGE brings as many at most."""
+
+LOST = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError, OutOfMemoryError, ReadOnlyError)
+"""What makes a bus useless to us: it does not answer, or it takes nothing more."""
+
+log = structlog.get_logger(__name__)
+
+
+class BusLost(NoEngine):
+    """The bus does not answer; it is asked again in the background."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The message bus does not answer now. Try again in a few seconds.", kind="bus_unavailable"
+        )
+
+
+class StreamGone(Exception):
+    """A followed stream is no longer there: the bus lost its data."""
+
+
+class Entry(NamedTuple):
+    """One stream entry: id as text and the encoded message."""
+
+    id: str
+    message: bytes
+
+
+class Follower:
+    """One reader of one stream at its own pace. Reads from the shared reader's queue; when that overflowed,
+    from the stream itself until it has caught up. Close it.
+    """
+
+    def __init__(self, bus: Bus, key: str, after: str) -> None:
+        self.key = key
+        self.position = after  # of the last entry that was handed out
+        self.behind = True
+        self.gone = False
+        self._bus = bus
+        self._queue: deque[Entry] = deque()
+        self._news = asyncio.Event()
+
+    async def next(self) -> Entry:
+        """The next entry; waits for it, also while the bus is lost. Raises StreamGone."""
+        while True:
+            while self._queue:
+                entry = self._queue.popleft()
+                if id_pair(entry.id) > id_pair(self.position):
+                    self.position = entry.id
+                    return entry
+            if self.behind:
+                await self._catch_up()
+                continue
+            if self.gone:
+                raise StreamGone(self.key)
+            self._news.clear()
+            await self._news.wait()
+
+    def close(self) -> None:
+        """Stops following. Safe to repeat."""
+        self._bus.unfollow(self)
+
+    def push(self, entries: Sequence[Entry]) -> None:
+        """The shared reader's side: never waits."""
+        if len(self._queue) + len(entries) > QUEUE_ENTRIES:
+            self._queue.clear()
+            self.behind = True
+        else:
+            self._queue.extend(entries)
+        self._news.set()
+
+    def tell_gone(self) -> None:
+        """The stream vanished with the bus's data."""
+        self.gone = True
+        self._news.set()
+
+    async def _catch_up(self) -> None:
+        self.behind = False  # from here the shared reader queues again; doubles are dropped by id
+        caught_up = False
+        try:
+            entries = await self._bus.read(self.key, self.position, QUEUE_ENTRIES)
+            caught_up = len(entries) < QUEUE_ENTRIES
+        except BusLost:
+            entries = []
+            await self._bus.wait_available()
+        finally:
+            self.behind = self.behind or not caught_up
+        if self.behind:
+            self._queue.clear()
+        self._queue.extendleft(reversed(entries))
+
+
+class Bus:
+    """All of one gateway's traffic with the bus. `available` follows what the last look at it showed."""
+
+    def __init__(self, url: str, gateway_id: str) -> None:
+        self.gateway_id = gateway_id
+        self.commands = _client(url, COMMAND_SECONDS)
+        self._reader = _client(url, None)
+        self._wake_key = f"{KEY_PREFIX}gateway:{gateway_id}:wake"
+        self._wake_position = "0-0"
+        self._followers: dict[str, list[Follower]] = {}
+        self._positions: dict[str, str] = {}
+        self._wake_needed = asyncio.Event()
+        self._reader_works = asyncio.Event()
+        self._commands_work = False
+        self._returned = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def available(self) -> bool:
+        """Whether the bus answers; while False new calls are refused and open ones wait."""
+        return self._commands_work and self._reader_works.is_set()
+
+    async def start(self) -> None:
+        """Connects and takes the gateway's lease. Raises BusLost."""
+        await self._renew_lease()
+        loops = (self._read_forever, self._wake_forever, self._renew_forever)
+        self._tasks = [asyncio.create_task(loop(), name=f"bus{loop.__name__}") for loop in loops]
+        await self._reader_works.wait()
+
+    async def stop(self) -> None:
+        """Gives the lease back and disconnects."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(BusLost):
+            await self.answered(self.commands.delete(gateway_lease_key(self.gateway_id), self._wake_key))
+        await self.commands.aclose()
+        await self._reader.aclose()
+
+    async def wait_available(self) -> None:
+        """Returns when the bus answers (again)."""
+        while not self.available:
+            self._returned.clear()
+            await self._returned.wait()
+
+    # Commands. All raise BusLost when the bus does not answer in time; none is repeated unless it says so.
+
+    async def answered(self, command: Any) -> Any:
+        """The answer of one redis command, its connection errors turned into BusLost."""
+        try:
+            return await command
+        except LOST as error:
+            self._note_commands(works=False)
+            raise BusLost from error
+
+    async def execute(self, pipeline: Pipeline) -> list[Any]:
+        """The answers of a pipeline, in order."""
+        answers: list[Any] = await self.answered(pipeline.execute())
+        return answers
+
+    async def get(self, key: str) -> bytes | None:
+        """A string's value."""
+        value: bytes | None = await self.answered(self.commands.get(key))
+        return value
+
+    async def read(self, key: str, after: str, count: int | None = None) -> list[Entry]:
+        """Entries of a stream after an id; none when it does not exist."""
+        found = await self.answered(self.commands.xrange(key, min=f"({after}", count=count))
+        return _entries(found)
+
+    async def append(self, key: str, entry_id: str, message: bytes, *, create: bool = False) -> bool:
+        """Writes an entry under an explicit id; repeated on a lost connection, which the id makes harmless.
+
+        True when the stream holds this very entry now; False when the store refused the id, or the stream
+        is not there and `create` is False.
+        """
+        for attempt in range(3):
+            try:
+                return await self._append_once(key, entry_id, message, create=create)
+            except BusLost:
+                if attempt == 2:
+                    raise
+                await asyncio.sleep(0.1)
+        raise AssertionError
+
+    async def _append_once(self, key: str, entry_id: str, message: bytes, *, create: bool) -> bool:
+        fields: dict[Any, Any] = {EVENT_FIELD: message}
+        command = self.commands.xadd(key, fields, id=entry_id, nomkstream=not create)
+        try:
+            return await self.answered(command) is not None
+        except ResponseError as error:
+            if "equal or smaller" not in str(error):
+                raise
+        found = await self.answered(self.commands.xrange(key, min=entry_id, max=entry_id))
+        return [entry.message for entry in _entries(found)] == [message]
+
+    async def append_watched(
+        self, key: str, after: str, decide: Callable[[list[Entry]], Entry | None]
+    ) -> bool:
+        """Writes what `decide` makes of the entries after an id, only if nothing was added meanwhile.
+
+        `decide` is called again for what was. False when it decided for None.
+        """
+        async with self.commands.pipeline(transaction=True) as pipeline:
+            while True:
+                await self.answered(pipeline.watch(key))
+                choice = decide(_entries(await self.answered(pipeline.xrange(key, min=f"({after}"))))
+                if choice is None:
+                    return False
+                pipeline.multi()  # type: ignore[no-untyped-call]
+                pipeline.xadd(key, {EVENT_FIELD: choice.message}, id=choice.id, nomkstream=True)
+                try:
+                    return (await self.execute(pipeline))[0] is not None
+                except WatchError:
+                    continue
+
+    async def send(self, inbox: str, message: bytes) -> None:
+        """Adds to an engine's inbox, once: after BusLost it may or may not be there."""
+        await self.answered(self.commands.xadd(inbox, {EVENT_FIELD: message}))
+
+    # Following.
+
+    def follow(self, key: str, after: str) -> Follower:
+        """A follower of a stream's entries after an id. The stream should exist."""
+        follower = Follower(self, key, after)
+        if key not in self._followers:
+            follower.behind = False  # the shared reader begins just where this follower does
+            self._followers[key] = []
+            self._positions[key] = after
+            self._wake_needed.set()
+        self._followers[key].append(follower)
+        return follower
+
+    def unfollow(self, follower: Follower) -> None:
+        """See Follower.close."""
+        followers = self._followers.get(follower.key, [])
+        if follower in followers:
+            followers.remove(follower)
+        if not followers and follower.key in self._followers:
+            del self._followers[follower.key], self._positions[follower.key]
+
+    async def _read_forever(self) -> None:
+        while True:
+            try:
+                if not self._reader_works.is_set():
+                    await self._look_for_gone_streams()
+                    self._reader_works.set()
+                    self._returned.set()
+                await self._read_once()
+            except (*LOST, RedisError) as error:
+                if self._reader_works.is_set():
+                    log.warning("bus_lost", error=str(error))
+                self._reader_works.clear()
+                await self._reader.connection_pool.disconnect()
+                await asyncio.sleep(0.2)
+
+    async def _read_once(self) -> None:
+        positions: dict[Any, Any] = {self._wake_key: self._wake_position, **self._positions}
+        async with asyncio.timeout(BLOCK_SECONDS + COMMAND_SECONDS):
+            answer = await self._reader.xread(positions, count=QUEUE_ENTRIES, block=int(BLOCK_SECONDS * 1000))
+        news: Any = answer or []
+        for raw_key, found in news:
+            key, entries = raw_key.decode(), _entries(found)
+            if key == self._wake_key:
+                self._wake_position = entries[-1].id
+            elif key in self._positions and self._positions[key] == positions[key]:
+                self._positions[key] = entries[-1].id
+                for follower in self._followers[key]:
+                    follower.push(entries)
+
+    async def _look_for_gone_streams(self) -> None:
+        keys = list(self._positions)
+        pipeline = self._reader.pipeline(transaction=False)
+        pipeline.ping()
+        for key in keys:
+            pipeline.exists(key)
+        async with asyncio.timeout(COMMAND_SECONDS):
+            _, *found = await pipeline.execute()
+        for key, exists in zip(keys, found, strict=True):
+            for follower in [] if exists else self._followers.get(key, []):
+                follower.tell_gone()
+
+    async def _wake_forever(self) -> None:
+        """Makes the blocked XREAD return when its list of streams has grown."""
+        while True:
+            await self._wake_needed.wait()
+            self._wake_needed.clear()
+            with contextlib.suppress(BusLost):  # then the reader starts afresh anyway
+                await self.answered(
+                    self.commands.xadd(self._wake_key, {b"w": b""}, maxlen=1, approximate=False)
+                )
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_SECONDS / 3)
+            with contextlib.suppress(BusLost):
+                await self._renew_lease()
+
+    async def _renew_lease(self) -> None:
+        pipeline = self.commands.pipeline(transaction=False)
+        pipeline.set(gateway_lease_key(self.gateway_id), b"1", px=int(LEASE_SECONDS * 1000))
+        pipeline.expire(self._wake_key, 60)
+        await self.execute(pipeline)
+        self._note_commands(works=True)
+
+    def _note_commands(self, *, works: bool) -> None:
+        if works and not self._commands_work:
+            self._returned.set()
+        self._commands_work = works
+
+
+def id_pair(entry_id: str) -> tuple[int, int]:
+    """A stream id as numbers, for comparing."""
+    first, _, second = entry_id.partition("-")
+    return int(first), int(second)
+
+
+def _entries(found: Any) -> list[Entry]:
+    return [Entry(entry_id.decode(), fields.get(EVENT_FIELD, b"")) for entry_id, fields in found]
+
+
+def _client(url: str, seconds: float | None) -> Redis:
+    """No retries inside the library: it would repeat what must not be, and outlast the promised deadline."""
+    return Redis.from_url(
+        url,
+        socket_timeout=seconds,
+        socket_connect_timeout=COMMAND_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+        max_connections=1024,
+    )

@@ -1,0 +1,165 @@
+"""Does a run's missing next step: when its engine, its gateway or its client is gone, or a step was lost.
+
+Looks at state, not at what happened, so it may come late or twice. Writes through Runs only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from workers.messages import RUNS_LIVE_KEY, gateway_lease_key, run_events_key
+
+from .bus import Bus, BusLost
+from .directory import Directory
+from .errors import RunNotFound
+from .run_state import Phase, RunState, cancelled, failed, fold
+from .runs import Run, Runs
+
+SWEEP_SECONDS = 2.0
+RESEND_SECONDS = 8.0
+"""How long a turn without a token waits for an engine that can take it once more."""
+MAX_ATTEMPTS = 3
+ORPHAN_SECONDS = 30.0
+"""How long an attached run outlives its gateway for a client that resumes it."""
+CANCEL_SECONDS = 30.0
+"""An engine that lives but has not obeyed a Cancel for so long is no longer asked."""
+
+ENGINE_LOST = "The engine stopped before this call ended; it is being restarted. Send the call again."
+NO_ENGINE = "No engine became ready to take this call. Send it again."
+GATEWAY_LOST = "The gateway that took this call stopped before it was sent to an engine. Send it again."
+
+log = structlog.get_logger(__name__)
+
+
+class Caretaker:
+    """Watches the runs that this gateway follows, and the live ones that no gateway follows."""
+
+    def __init__(
+        self, bus: Bus, directory: Directory, runs: Runs, *, orphan_seconds: float = ORPHAN_SECONDS
+    ) -> None:
+        self._bus = bus
+        self._directory = directory
+        self._runs = runs
+        self._orphan_seconds = orphan_seconds
+        self._seen: set[str] = set()  # foreign runs of the last sweep
+        self._at_work: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        directory.on_poll.append(self.look)
+
+    async def start(self) -> None:
+        """Takes over what stopped gateways left, then keeps watching."""
+        await self.sweep()
+        self._spawn(self._sweep_forever())
+
+    async def stop(self) -> None:
+        """Stops watching."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def look(self) -> None:
+        """Each local run's missing next step, at once; called after each look at the engines."""
+        for run in self._runs.local():
+            if run.run_id not in self._at_work and not run.lock.locked():
+                work = self._next_step(run, time.monotonic())
+                if work is not None:
+                    self._at_work.add(run.run_id)
+                    self._spawn(self._do(run, work))
+
+    async def sweep(self) -> None:
+        """Adopts live runs whose gateway is gone; forgets those without a stream."""
+        members: Any = await self._bus.answered(self._bus.commands.smembers(RUNS_LIVE_KEY))
+        local = {run.run_id for run in self._runs.local()}
+        foreign = {name.decode() for name in members} - local
+        for run_id in sorted(foreign):
+            if await self._is_abandoned(run_id):
+                with contextlib.suppress(RunNotFound):
+                    if await self._runs.adopt(run_id) is not None:
+                        log.info("run_adopted", run=run_id)
+        self._seen = foreign
+
+    async def _is_abandoned(self, run_id: str) -> bool:
+        entries = await self._bus.read(run_events_key(run_id), "0-0", 1)
+        accepted = fold(entries).accepted
+        if accepted is None:
+            if run_id in self._seen:
+                await self._bus.answered(self._bus.commands.srem(RUNS_LIVE_KEY, run_id))
+            return False
+        if accepted.gateway == self._bus.gateway_id:
+            return run_id in self._seen  # ours, but its start failed half-way; once may be a start under way
+        return not accepted.gateway or await self._bus.get(gateway_lease_key(accepted.gateway)) is None
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            with contextlib.suppress(BusLost):
+                await self.sweep()
+
+    def _next_step(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
+        state = run.state
+        if state.phase is Phase.WAITING:
+            return self._next_step_waiting(run, now)
+        if not state.is_on_engine:
+            return None  # its end is being written
+        if self._directory.is_lost(state.engine_id, state.incarnation):
+            return self._next_step_lost(run, now)
+        run.lost_since = None
+        if run.cancel_requested and run.cancelled_attempt != state.attempt:
+            return self._runs.send_cancel(run)
+        if run.cancel_requested and now - run.since > CANCEL_SECONDS:
+            return self._runs.write_verdict(run, cancelled(state))
+        if self._is_orphan(run, state) and now - run.since > self._orphan_seconds:
+            return self._runs.cancel(run.run_id)
+        return None
+
+    def _next_step_waiting(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
+        if run.cancel_requested:
+            return self._runs.write_verdict(run, cancelled(run.state))
+        if run.order is None:
+            return self._runs.write_verdict(run, failed(run.state, "gateway_lost", GATEWAY_LOST))
+        if self._directory.like(run.order.engine):
+            run.lost_since = None
+        elif self._waited(run, now):
+            return self._runs.write_verdict(run, failed(run.state, "engine_lost", NO_ENGINE))
+        return None
+
+    def _next_step_lost(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
+        state = run.state
+        if run.cancel_requested:
+            return self._runs.write_verdict(run, cancelled(state))
+        if run.order is not None and state.num_tokens == 0 and state.attempt < MAX_ATTEMPTS:
+            engines = self._runs.engines_for(run.order)
+            if engines:
+                log.info("turn_sent_again", run=run.run_id, engine=engines[0].info.engine_id)
+                return self._runs.dispatch(run, engines[0])
+            if not self._waited(run, now):
+                return None
+        return self._runs.write_verdict(run, failed(state, "engine_lost", ENGINE_LOST))
+
+    def _waited(self, run: Run, now: float) -> bool:
+        if run.lost_since is None:
+            run.lost_since = now
+        return now - run.lost_since > RESEND_SECONDS
+
+    def _is_orphan(self, run: Run, state: RunState) -> bool:
+        accepted = state.accepted
+        return run.order is None and not run.num_followers and accepted is not None and accepted.gateway != ""
+
+    async def _do(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (BusLost, RunNotFound):
+            pass  # the next look tries again
+        finally:
+            self._at_work.discard(run.run_id)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

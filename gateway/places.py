@@ -1,0 +1,143 @@
+"""A turn's place: in a line of this gateway, then at an engine. Joins who goes next (admission.py), where to
+(router.py) and which engines live (directory.py). Knows no stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workers.messages import Sampling
+
+from .admission import Admission, Ticket, retry_after_seconds
+from .directory import Directory, EngineView
+from .router import Candidate, Memory, Route, pick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One call as the HTTP side has checked it. `engine` made the tokens; an equal one may run the turn."""
+
+    engine: EngineView
+    token_ids: bytes  # prompt, little-endian uint32
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    tenant: str = ""
+    agent: str = ""
+    request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer
+    attached: bool = True  # dies with its client and gateway; False: lives until its own end
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.token_ids) // 4
+
+    @property
+    def line(self) -> str:
+        """Orders of one line may go to the same engines."""
+        return f"{self.engine.info.model_id} {self.engine.info.digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A turn that goes to an engine now."""
+
+    run_id: str
+    engine: EngineView
+
+
+class Places:
+    """The places of all turns of this gateway."""
+
+    def __init__(self, directory: Directory, max_waiting: int) -> None:
+        self._directory = directory
+        self._admission = Admission(max_waiting)
+        self._memory = Memory()
+        self._orders: dict[str, Order] = {}
+        self._uncached: dict[str, int] = {}  # prompt tokens that a released turn has still to prefill
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns in line here."""
+        return self._admission.num_waiting
+
+    def reserve(self, order: Order) -> None:
+        """A place for a turn that will `enter`. Raises Overloaded."""
+        engines = self._directory.like(order.engine)
+        seconds = retry_after_seconds(
+            self._admission.waiting(order.line),
+            sum(engine.stats.prefill_tokens_per_second for engine in engines),
+            sum(engine.stats.decode_tokens_per_second for engine in engines),
+        )
+        room = sum(self._room(engine) for engine in engines)
+        self._admission.reserve(room=room, retry_after_seconds=seconds)
+
+    def unreserve(self) -> None:
+        """Gives the reserved place back, just before `enter` or instead of it."""
+        self._admission.unreserve()
+
+    def enter(self, run_id: str, order: Order) -> None:
+        """Into the line."""
+        self._orders[run_id] = order
+        self._admission.enter(Ticket(run_id, order.line, order.agent, order.prompt_tokens, order.max_tokens))
+
+    def releases(self) -> Iterator[Release]:
+        """Moves those next in line to the engines that have room."""
+        for line in self._admission.lines():
+            while (ticket := self._admission.first(line)) is not None:
+                engine = self._route(ticket.run_id, self._orders[ticket.run_id])
+                if engine is None:
+                    break
+                self._admission.release(ticket, engine.info.engine_id)
+                yield Release(ticket.run_id, engine)
+
+    def move(self, run_id: str, engine: EngineView) -> None:
+        """The released turn is sent (once more) to that engine."""
+        self._admission.move(run_id, engine.info.engine_id)
+
+    def note_prefilled(self, run_id: str) -> None:
+        """The turn has its first token: nobody waits for its prefill any more."""
+        self._uncached.pop(run_id, None)
+
+    def leave(self, run_id: str) -> bool:
+        """Forgets the turn. True when it was still in line."""
+        self._orders.pop(run_id, None)
+        self._uncached.pop(run_id, None)
+        return self._admission.leave(run_id)
+
+    def others(self, order: Order) -> list[EngineView]:
+        """Living, ready engines that could take the order."""
+        return [engine for engine in self._directory.like(order.engine) if engine.stats.ready]
+
+    def _room(self, engine: EngineView) -> int:
+        return self._admission.room(engine.info.engine_id, engine.info.num_workers)
+
+    def _route(self, run_id: str, order: Order) -> EngineView | None:
+        engines = {engine.info.engine_id: engine for engine in self.others(order) if self._room(engine)}
+        candidates = [self._candidate(engine, order) for engine in engines.values()]
+        route = pick(order.prompt_tokens, candidates, self._memory.last_engine(order.agent))
+        if route is None:
+            return None
+        self._note(run_id, order, route, engines[route.engine_id])
+        return engines[route.engine_id]
+
+    def _note(self, run_id: str, order: Order, route: Route, engine: EngineView) -> None:
+        self._uncached[run_id] = route.uncached_tokens
+        incarnation = engine.info.incarnation
+        self._memory.note(order.agent, route.engine_id, incarnation, order.token_ids, cold=route.cold)
+
+    def _candidate(self, engine: EngineView, order: Order) -> Candidate:
+        engine_id, incarnation = engine.info.engine_id, engine.info.incarnation
+        released = self._admission.released(engine_id)
+        return Candidate(
+            engine_id=engine_id,
+            covered_tokens=self._memory.covered_tokens(engine_id, incarnation, order.token_ids),
+            queued_tokens=sum(self._uncached.get(ticket.run_id, 0) for ticket in released),
+            num_turns=len(released),
+            prefill_tokens_per_second=engine.stats.prefill_tokens_per_second,
+            decode_tokens_per_second=engine.stats.decode_tokens_per_second,
+            last_cold=self._memory.last_cold(engine_id),
+        )

@@ -1,0 +1,136 @@
+"""Which engine runs a turn: filter, cost in seconds, pick. And a bounded memory of what engines have seen.
+
+Pure: no clock, no bus. Affinity is a bonus inside a cost, never a rule; a cache miss goes by load, then to
+whoever was given a cold prompt least recently.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .admission import ANSWER_TOKENS, DEFAULT_DECODE_TOKENS_PER_SECOND, DEFAULT_PREFILL_TOKENS_PER_SECOND
+
+STICKY_SECONDS = 3.0
+"""An agent stays with its engine while another one would not be faster by more than this."""
+
+COLD_SHARE = 0.5
+"""A prompt of which less than this is covered anywhere is cold."""
+
+MEMORY_BYTES = 64 << 20
+MEMORY_PROMPTS = 32
+"""Prompts kept per engine incarnation; both bounds hold for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One engine with room, as the router sees it."""
+
+    engine_id: str
+    covered_tokens: int  # of this prompt, believed to be in its cache
+    queued_tokens: int  # uncached prompt tokens of turns that it holds and has not prefilled
+    num_turns: int  # that it holds
+    prefill_tokens_per_second: float = 0.0  # 0: not measured
+    decode_tokens_per_second: float = 0.0  # of all its streams together; 0: not measured
+    last_cold: int = 0  # a counter's value when it was last given a cold prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The choice. `cold`: no engine was believed to hold much of the prompt."""
+
+    engine_id: str
+    seconds: float
+    uncached_tokens: int
+    cold: bool
+
+
+def cost_seconds(prompt_tokens: int, candidate: Candidate) -> float:
+    """Roughly until the turn's first token: its own prefill, those ahead of it, what decoding takes."""
+    prefill_rate = candidate.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_SECOND
+    decode_rate = candidate.decode_tokens_per_second or DEFAULT_DECODE_TOKENS_PER_SECOND
+    uncached = max(prompt_tokens - candidate.covered_tokens, 1)
+    decode_load = candidate.num_turns * ANSWER_TOKENS / decode_rate
+    return (uncached + candidate.queued_tokens) / prefill_rate + decode_load
+
+
+def pick(prompt_tokens: int, candidates: Sequence[Candidate], sticky: str | None) -> Route | None:
+    """The engine for a prompt; `sticky` is the agent's last engine. None without candidates."""
+    if not candidates:
+        return None
+    costs = {candidate.engine_id: cost_seconds(prompt_tokens, candidate) for candidate in candidates}
+    best = min(candidates, key=lambda candidate: costs[candidate.engine_id])
+    cold = max(candidate.covered_tokens for candidate in candidates) < COLD_SHARE * prompt_tokens
+    chosen = best
+    for candidate in candidates:
+        if candidate.engine_id == sticky and costs[sticky] <= costs[best.engine_id] + STICKY_SECONDS:
+            return _route(prompt_tokens, candidate, costs, cold=cold)
+    if cold:
+        chosen = min(candidates, key=lambda c: (c.queued_tokens, c.num_turns, c.last_cold, c.engine_id))
+    return _route(prompt_tokens, chosen, costs, cold=cold)
+
+
+def _route(prompt_tokens: int, chosen: Candidate, costs: dict[str, float], *, cold: bool) -> Route:
+    uncached = max(prompt_tokens - chosen.covered_tokens, 1)
+    return Route(chosen.engine_id, costs[chosen.engine_id], uncached, cold)
+
+
+class Memory:
+    """The prompts that each engine incarnation was last sent, newest last, and where each agent was last."""
+
+    def __init__(self, num_bytes: int = MEMORY_BYTES, num_prompts: int = MEMORY_PROMPTS) -> None:
+        self._num_bytes = num_bytes
+        self._num_prompts = num_prompts
+        self._prompts: dict[
+            str, tuple[int, OrderedDict[str, bytes]]
+        ] = {}  # engine -> incarnation, agent -> ids
+        self._last_engine: OrderedDict[str, str] = OrderedDict()
+        self._last_cold: dict[str, int] = {}
+        self._num_cold = 0
+
+    def note(self, agent: str, engine_id: str, incarnation: int, token_ids: bytes, *, cold: bool) -> None:
+        """The prompt goes to that engine."""
+        if cold:
+            self._num_cold += 1
+            self._last_cold[engine_id] = self._num_cold
+        if agent:
+            self._last_engine[agent] = engine_id
+            self._last_engine.move_to_end(agent)
+            if len(self._last_engine) > 64 * self._num_prompts:
+                self._last_engine.popitem(last=False)
+        known, prompts = self._prompts.get(engine_id, (incarnation, OrderedDict()))
+        if known != incarnation:  # a new incarnation has an empty cache
+            prompts = OrderedDict()
+        self._prompts[engine_id] = (incarnation, prompts)
+        prompts[agent] = token_ids
+        prompts.move_to_end(agent)
+        while len(prompts) > self._num_prompts or sum(map(len, prompts.values())) > self._num_bytes:
+            prompts.popitem(last=False)
+
+    def covered_tokens(self, engine_id: str, incarnation: int, token_ids: bytes) -> int:
+        """The longest prefix that a remembered prompt of that engine shares with this one."""
+        known, prompts = self._prompts.get(engine_id, (incarnation, OrderedDict()))
+        if known != incarnation:
+            return 0
+        return max((common_prefix_tokens(prompt, token_ids) for prompt in prompts.values()), default=0)
+
+    def last_engine(self, agent: str) -> str | None:
+        """Where the agent's last turn went; None for an unknown or unnamed agent."""
+        return self._last_engine.get(agent)
+
+    def last_cold(self, engine_id: str) -> int:
+        """A counter's value when that engine was last given a cold prompt; 0: never."""
+        return self._last_cold.get(engine_id, 0)
+
+
+def common_prefix_tokens(first: bytes, second: bytes) -> int:
+    """Leading uint32 tokens that both have, by bisection over memory compares."""
+    low, high = 0, min(len(first), len(second)) // 4
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[4 * low : 4 * middle] == second[4 * low : 4 * middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
