@@ -1,0 +1,213 @@
+"""Stand-ins that behave: a clock, a byte tokenizer, and a runner with real page memory and no model.
+
+The runner's next token is a hash of the whole context as it reads it through the page tables it is given, so
+that a wrong page, a wrong copy or a stale row gives a wrong token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from workers.messages import Sampling, Submit
+from workers.plan import Candidates, RowSampling, Segment, SegmentResult, StepPlan, StepResult
+from workers.text import Detokenizer
+from workers.turn import TurnRules
+
+END_ID = 256
+VOCAB_SIZE = 257
+GARBAGE = 0xBADBADBA
+
+
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE without merges: token id = byte, and END_ID is the special <|end|>."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    letters |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return tokenizer
+
+
+def fake_rules(*, context_length: int = 1024, digest: str = "") -> TurnRules:
+    return TurnRules(
+        detokenizer=Detokenizer(byte_tokenizer()),
+        digest=digest,
+        namespace=b"fake model, 8 bit",
+        context_length=context_length,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=frozenset({END_ID}),
+    )
+
+
+def fake_submit(
+    run_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    sampling: Sampling | None = None,
+    attempt: int = 1,
+    stop: tuple[str, ...] = (),
+    stop_token_ids: tuple[int, ...] = (),
+    ignore_eos: bool = False,
+    tenant: str = "",
+    agent: str = "",
+) -> Submit:
+    return Submit(
+        run_id=run_id,
+        attempt=attempt,
+        incarnation=1,
+        digest="",
+        token_ids=array("I", prompt).tobytes(),
+        max_tokens=max_tokens,
+        sampling=sampling or Sampling(temperature=0.0),
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=ignore_eos,
+        tenant=tenant,
+        agent=agent,
+    )
+
+
+def _row_value(state: int, token_id: int) -> int:
+    return zlib.crc32(token_id.to_bytes(4, "little"), state ^ 0x5EED)
+
+
+def _next_state(state: int, row_value: int) -> int:
+    return zlib.crc32(row_value.to_bytes(4, "little"), state)
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """Maps a context's state to the next token, one of `alphabet`; a temperature mixes in seed and step."""
+
+    alphabet: bytes = b"abcdefgh \xc3\xa9"
+    end_every: int = 16  # one token in so many is END_ID; 0: never
+
+    def sample(self, state: int, row: RowSampling) -> int:
+        if row.sampling.temperature:
+            state = zlib.crc32(f"{row.seed} {row.step}".encode(), state)
+        if row.step != len(row.generated):
+            raise ValueError("the row's step is not the number of generated tokens")
+        if self.end_every and state % self.end_every == 0:
+            return END_ID
+        return self.alphabet[(state >> 8) % len(self.alphabet)]
+
+    def generate(self, submit: Submit, num_tokens: int) -> list[int]:
+        """The naive generator: this turn alone, without pages, ends or limits."""
+        prompt = array("I")
+        prompt.frombytes(submit.token_ids)
+        generated = array("I")
+        state = 0
+        for token_id in prompt:
+            state = _next_state(state, _row_value(state, token_id))
+        for step in range(num_tokens):
+            seed = submit.sampling.seed or 0
+            token_id = self.sample(state, RowSampling(submit.sampling, seed, step, prompt, generated))
+            generated.append(token_id)
+            state = _next_state(state, _row_value(state, token_id))
+        return list(generated)
+
+
+class FakeRunner:
+    """Evaluates plans over simulated page memory; time passes on the clock by rows."""
+
+    def __init__(
+        self, num_pages: int, clock: FakeClock, *, page_tokens: int, model: FakeModel | None = None
+    ) -> None:
+        self.model = model or FakeModel()
+        self.plans: list[StepPlan] = []
+        self.base_seconds = 0.05
+        self.row_seconds = 0.002
+        self.fault_of: Callable[[Segment], str | None] = lambda segment: None
+        self.fail_next: Exception | None = None
+        self.num_rebuilds = 0
+        self._clock = clock
+        self._page_tokens = page_tokens
+        self._num_pages = num_pages
+        self._rows = [[GARBAGE] * page_tokens for _ in range(num_pages)]
+
+    def rebuild(self) -> None:
+        self.num_rebuilds += 1
+        self._rows = [[GARBAGE] * self._page_tokens for _ in range(self._num_pages)]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        seconds = self.base_seconds + self.row_seconds * plan.num_prefill_rows
+        self._clock.advance(seconds)
+        for copy in plan.copies:
+            self._rows[copy.target][: copy.num_tokens] = self._rows[copy.source][: copy.num_tokens]
+        self._check(plan)
+        for segment in plan.segments:
+            self._write(segment)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            for segment in plan.segments:
+                self._spoil(segment)
+            raise error
+        # Reads come after all writes, as in the model: a row written into another's page is seen.
+        return StepResult(tuple(self._sample(segment) for segment in plan.segments), seconds)
+
+    def _check(self, plan: StepPlan) -> None:
+        written = [
+            (segment.pages[position // self._page_tokens], position % self._page_tokens)
+            for segment in plan.segments
+            for position in range(segment.start, segment.end)
+        ]
+        assert len(written) == len(set(written)), "two rows of a step share a place"
+        assert len({segment.worker for segment in plan.segments}) == len(plan.segments)
+        assert all(len(segment.token_ids) > 0 for segment in plan.segments)
+        num_many = sum(segment.row is None or len(segment.token_ids) > 1 for segment in plan.segments)
+        assert num_many <= 1, "more than one prefill in a step"
+
+    def _state(self, segment: Segment, end: int) -> int:
+        state = 0
+        for position in range(end):
+            page = segment.pages[position // self._page_tokens]
+            state = _next_state(state, self._rows[page][position % self._page_tokens])
+        return state
+
+    def _write(self, segment: Segment) -> None:
+        state = self._state(segment, segment.start)
+        for position, token_id in enumerate(segment.token_ids, segment.start):
+            value = _row_value(state, token_id)
+            page = segment.pages[position // self._page_tokens]
+            self._rows[page][position % self._page_tokens] = value
+            state = _next_state(state, value)
+
+    def _spoil(self, segment: Segment) -> None:
+        for position in range(segment.start, segment.end):
+            page = segment.pages[position // self._page_tokens]
+            self._rows[page][position % self._page_tokens] = GARBAGE
+
+    def _sample(self, segment: Segment) -> SegmentResult:
+        fault = self.fault_of(segment)
+        if fault is not None:
+            self._spoil(segment)
+            return SegmentResult(token_id=None, fault=fault)
+        if segment.row is None:
+            return SegmentResult(token_id=None)
+        token_id = self.model.sample(self._state(segment, segment.end), segment.row)
+        top_logprobs = segment.row.sampling.top_logprobs
+        logprob = None if top_logprobs is None else Candidates((token_id, -0.5), ((token_id, -0.5),))
+        return SegmentResult(token_id=token_id, logprob=logprob)
