@@ -33,7 +33,14 @@ STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.25
 _LOG_LINES = 15
 
-PRIVATE = ("TETRARCH_REDIS_URL", "TETRARCH_SETTINGS")
+PRIVATE = (
+    "TETRARCH_SETTINGS",
+    "TETRARCH_REDIS_URL",
+    "TETRARCH_ENGINE_REDIS_URL",
+    "TETRARCH_GATEWAY_REDIS_URL",
+    "TETRARCH_GATEWAY_HOST",
+    "TETRARCH_GATEWAY_HOME",
+)
 """Variables that would tie the demo's server to the user's own; left out of its environment."""
 
 
