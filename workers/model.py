@@ -1,0 +1,221 @@
+"""Loads a model the way mlx-lm does, swaps its mixers for ours, makes the pools, and says what came of it.
+
+Everything here runs on the engine's thread: MLX streams belong to threads, and nothing lazy may cross one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import load_model
+from tokenizers import Tokenizer
+
+from kvcache.pages import Pools
+from kvcache.rows import row_format
+from kvcache.settings import PAGE_TOKENS
+
+from . import weights
+from .errors import ModelError
+from .families import rope_overrides
+from .fetch import Progress, cache_dir, model_name, resolve_model, silent
+from .folder import check_folder, read_json
+from .ledger import Ledger, MemoryRequest, ModelShape, choose_weights, plan_memory, shape_of
+from .machine import memory_limit_bytes
+from .messages import KVFacts, TokenizerBundle, encode
+from .mixers import swap_mixers
+from .runner import ModelRunner
+from .settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model on this machine, ready to run steps, with everything measured on the live arrays."""
+
+    model_id: str
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    bundle: TokenizerBundle
+    digest: str  # of the bundle
+    namespace: bytes  # digest of weights and KV format: prefixes are shared within it
+    context_length: int
+    vocab_size: int
+    kv: KVFacts
+    device: str
+    weights: str
+    ledger: Ledger
+
+
+def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
+    """Raises ModelError (one line: what is wrong, what to do), DoesNotFit among them."""
+    folder = resolve_model(settings.model, cache_dir(os.environ), progress=progress)
+    config = check_folder(folder)
+    tokenizer, bundle = read_tokenizer(folder, config)
+    progress(f"loading {folder.name}")
+    model = _load_lazily(folder, config)
+    ledger = _plan(settings, config, folder, model)
+    if ledger.weights == "fp32":
+        weights.dequantise(model)
+    else:
+        mx.eval(model.parameters())
+    swap_mixers(model)
+    pools = _make_pools(settings, model, ledger)
+    _limit_memory(ledger)
+    return Loaded(
+        model_id=model_name(settings.model),
+        runner=_make_runner(model, pools),
+        tokenizer=tokenizer,
+        bundle=bundle,
+        digest=_digest(encode(bundle)).hex(),
+        namespace=_digest(f"{_fingerprint(folder)} {ledger.weights} {pools.row.name}".encode()),
+        context_length=ledger.context,
+        vocab_size=config["vocab_size"],
+        kv=KVFacts(
+            dtype=pools.row.name,
+            bytes_per_token=pools.bytes_per_token,
+            page_tokens=PAGE_TOKENS,
+            num_pages=pools.num_pages,
+            pool_bytes=pools.nbytes,
+        ),
+        device=str(mx.default_device()).removeprefix("Device(").rstrip(")"),
+        weights=weights.linear_dtype(model),
+        ledger=ledger,
+    )
+
+
+def read_tokenizer(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, TokenizerBundle]:
+    """The folder's tokenizer and all a gateway needs of it. Raises ModelError."""
+    path = folder / "tokenizer.json"
+    text = path.read_text(encoding="utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for any broken file
+        raise ModelError(f"{path}: not a tokenizer that works here ({error})") from None
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_json(settings_path) if settings_path.exists() else {}
+    special = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
+    special = {name: value for name, value in special.items() if value}
+    bos = tokenizer.token_to_id(special.get("bos_token", ""))
+    bundle = TokenizerBundle(
+        tokenizer_json=text.encode(),
+        chat_template=_chat_template(folder, settings),
+        special_tokens=special,
+        eos_token_ids=_eos_token_ids(folder, config, tokenizer, special),
+        add_bos=bos is not None and tokenizer.encode("a").ids[:1] == [bos],
+    )
+    return tokenizer, bundle
+
+
+def _load_lazily(folder: Path, config: dict[str, Any]) -> nn.Module:
+    try:
+        model, _ = load_model(folder, lazy=True, model_config=rope_overrides(config))
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{folder}: the weights do not fit the config: {reason}") from None
+    return model
+
+
+def _plan(settings: EngineSettings, config: dict[str, Any], folder: Path, model: nn.Module) -> Ledger:
+    native_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
+    shape = dataclasses.replace(shape_of(config, native_bytes), compute_bytes=_compute_dtype(model).size)
+    request = MemoryRequest(
+        workers=settings.workers,
+        context=settings.context,
+        kv_bits=settings.kvcache.bits,
+        pool_tokens=settings.kvcache.pool_tokens,
+        weights="fp32" if settings.weights == "fp32" else "native",
+    )
+    limit = settings.memory_bytes or memory_limit_bytes()
+    if settings.weights == "auto" and not mx.metal.is_available():
+        request = _fastest_on_cpu(shape, request, limit)
+    return plan_memory(shape, request, limit)
+
+
+def _fastest_on_cpu(shape: ModelShape, request: MemoryRequest, limit: int) -> MemoryRequest:
+    return dataclasses.replace(request, weights=choose_weights(shape, request, limit))
+
+
+def _make_pools(settings: EngineSettings, model: nn.Module, ledger: Ledger) -> Pools:
+    attention = model.layers[0].self_attn
+    dtype = _compute_dtype(model)
+    head_dim = model.layers[0].self_attn.head_dim
+    return Pools(
+        row_format(settings.kvcache.bits, head_dim, dtype),
+        num_layers=len(model.layers),
+        num_pages=ledger.num_pages,
+        num_kv_heads=attention.num_kv_heads,
+        page_tokens=PAGE_TOKENS,
+    )
+
+
+def _make_runner(model: nn.Module, pools: Pools) -> ModelRunner:
+    attention = model.layers[0].self_attn
+    head: Callable[[mx.array], mx.array] = (
+        model.lm_head if "lm_head" in model else model.model.embed_tokens.as_linear
+    )
+    return ModelRunner(
+        pools,
+        body=model.model,
+        head=head,
+        num_layers=len(model.layers),
+        queries_per_kv=attention.num_heads // attention.num_kv_heads,
+    )
+
+
+def _compute_dtype(model: nn.Module) -> mx.Dtype:
+    dtype: mx.Dtype = model.model.embed_tokens(mx.array([[0]])).dtype
+    return dtype
+
+
+def _limit_memory(ledger: Ledger) -> None:
+    mx.set_cache_limit(ledger.scratch_bytes)
+    if mx.metal.is_available():
+        recommended = int(mx.device_info()["max_recommended_working_set_size"])
+        mx.set_wired_limit(min(ledger.wired_bytes + ledger.scratch_bytes, recommended))
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
+    """From its own file, or from the tokenizer's settings, where several may be named."""
+    own = folder / "chat_template.jinja"
+    if own.exists():
+        return own.read_text(encoding="utf-8")
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default") or ""
+    return str(template)
+
+
+def _eos_token_ids(
+    folder: Path, config: dict[str, Any], tokenizer: Tokenizer, special: dict[str, str]
+) -> tuple[int, ...]:
+    """All that the config, the generation config and the tokenizer name."""
+    path = folder / "generation_config.json"
+    named_in = [config, read_json(path) if path.exists() else {}]
+    found: set[int] = set()
+    for value in (place.get("eos_token_id") for place in named_in):
+        found |= set(value if isinstance(value, list) else [value])
+    found.add(tokenizer.token_to_id(special.get("eos_token", "")))
+    return tuple(sorted(token_id for token_id in found if token_id is not None))
+
+
+def _content(value: Any) -> str:
+    """A special token is written as text or as an object with its text in `content`."""
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+def _fingerprint(folder: Path) -> str:
+    """Names, sizes and times of the weight files: cheap, and different after any change."""
+    stats = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
+    return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

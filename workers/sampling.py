@@ -1,0 +1,113 @@
+"""From logits to tokens, a row at a time: each has its own seed, settings and history, none of its neighbours'."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from .messages import Sampling
+from .plan import Candidates, RowSampling, SegmentResult
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads (seed, step) over the key space
+_KEY_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A row's lazy results, evaluated with the step: the token, and whether the logits were numbers."""
+
+    token: mx.array
+    sound: mx.array
+    chosen: mx.array | None = None  # log-probability of the token
+    top_ids: mx.array | None = None
+    top: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        parts = (self.token, self.sound, self.chosen, self.top_ids, self.top)
+        return [part for part in parts if part is not None]
+
+    def result(self) -> SegmentResult:
+        """Read the evaluated values."""
+        token = int(self.token.item())
+        if not self.sound.item():
+            return SegmentResult(None, fault="the model gave logits that are not numbers for this turn")
+        return SegmentResult(token, self._candidates(token))
+
+    def _candidates(self, token: int) -> Candidates | None:
+        if self.chosen is None:
+            return None
+        top: tuple[tuple[int, float], ...] = ()
+        if self.top_ids is not None and self.top is not None:
+            top = tuple(zip(map(int, self.top_ids.tolist()), map(float, self.top.tolist()), strict=True))
+        return Candidates(chosen=(token, float(self.chosen.item())), top=top)
+
+
+def draw(logits: mx.array, row: RowSampling) -> Drawn:
+    """logits: [vocabulary] in any float dtype, raw. Lazy; gives the same token alone and in company."""
+    sampling = row.sampling
+    logits = logits.astype(mx.float32)
+    # A sum is NaN or infinite as soon as one logit is NaN or +inf, or all are -inf.
+    sound = mx.isfinite(mx.logsumexp(logits))
+    adjusted = _penalise(logits, row)
+    token = mx.argmax(adjusted) if sampling.temperature == 0 else _pick(adjusted, sampling, _key(row))
+    if sampling.top_logprobs is None:
+        return Drawn(token, sound)
+    logprobs = logits - mx.logsumexp(logits)
+    chosen = mx.take(logprobs, token)
+    if sampling.top_logprobs == 0:
+        return Drawn(token, sound, chosen)
+    best = mx.argpartition(-logprobs, sampling.top_logprobs)[: sampling.top_logprobs]
+    values = mx.take(logprobs, best)
+    order = mx.argsort(-values)
+    return Drawn(token, sound, chosen, mx.take(best, order), mx.take(values, order))
+
+
+def _key(row: RowSampling) -> mx.array:
+    return mx.random.key((row.seed + row.step * _GOLDEN) & _KEY_MASK)
+
+
+def _penalise(logits: mx.array, row: RowSampling) -> mx.array:
+    """Repetition as in CTRL (prompt and answer), presence and frequency as in OpenAI's API (answer only)."""
+    sampling = row.sampling
+    if sampling.repetition_penalty != 1.0:
+        seen = sorted({*row.prompt, *row.generated})
+        ids = mx.array(seen, mx.int32)
+        values = mx.take(logits, ids)
+        factor = sampling.repetition_penalty
+        logits = mx.put_along_axis(
+            logits, ids, mx.where(values > 0, values / factor, values * factor), axis=0
+        )
+    deltas: Counter[int] = Counter()
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        for token_id, count in Counter(row.generated).items():
+            lowered_by = sampling.presence_penalty + sampling.frequency_penalty * count
+            deltas[token_id] = deltas.get(token_id, 0.0) - lowered_by
+    if deltas:
+        logits = logits.at[mx.array(list(deltas), mx.int32)].add(mx.array(list(deltas.values()), mx.float32))
+    if row.banned:
+        ids = mx.array(row.banned, mx.int32)
+        logits = mx.put_along_axis(logits, ids, mx.full(ids.shape, -mx.inf), axis=0)
+    return logits
+
+
+def _pick(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:
+    """Temperature, then the filters, then the Gumbel-max draw."""
+    logits = logits / sampling.temperature
+    filtered = sampling.top_p < 1 or sampling.min_p > 0 or 0 < sampling.top_k < logits.size
+    if not filtered:
+        return mx.argmax(logits + mx.random.gumbel(logits.shape, key=key))
+    order = mx.argsort(-logits)
+    ranked = mx.take(logits, order)
+    probabilities = mx.softmax(ranked)
+    keep = mx.ones(ranked.shape, mx.bool_)
+    if 0 < sampling.top_k < logits.size:
+        keep &= mx.arange(ranked.size) < sampling.top_k
+    if sampling.top_p < 1:
+        keep &= (mx.cumsum(probabilities) - probabilities) < sampling.top_p
+    if sampling.min_p > 0:
+        keep &= probabilities >= sampling.min_p * probabilities[0]
+    keep |= mx.arange(ranked.size) == 0
+    noisy = mx.where(keep, ranked, -mx.inf) + mx.random.gumbel(ranked.shape, key=key)
+    return mx.take(order, mx.argmax(noisy))

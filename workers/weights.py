@@ -1,0 +1,74 @@
+"""Weights in the form that the machine computes fastest: fp32 where quantised matmul is slow."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+
+def dequantise(model: nn.Module) -> None:
+    """Replace every quantised layer by its plain fp32 twin and cast the rest to fp32, a layer at a time.
+
+    Scales are cast first: a product in bf16 or fp16 would round every weight once more.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            _replace(model, name, _plain(module))
+    model.update(tree_map(_to_fp32, model.parameters()))
+    mx.eval(model.parameters())
+    mx.clear_cache()
+
+
+def linear_dtype(model: nn.Module) -> str:
+    """Measured: `float32`, `bfloat16`, `4-bit`, or several joined by `+` for a mixed checkpoint."""
+    kinds = set()
+    for _, module in model.named_modules():
+        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            kinds.add(f"{module.bits}-bit")
+        elif isinstance(module, nn.Linear):
+            kinds.add(str(module.weight.dtype).removeprefix("mlx.core."))
+    return "+".join(sorted(kinds))
+
+
+def num_bytes(model: nn.Module) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+def is_quantised(model: nn.Module) -> bool:
+    return any(
+        isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding) for _, module in model.named_modules()
+    )
+
+
+def _plain(module: nn.QuantizedLinear | nn.QuantizedEmbedding) -> nn.Module:
+    biases = module.get("biases")
+    weight = mx.dequantize(
+        module.weight,
+        module.scales.astype(mx.float32) if module.mode == "affine" else module.scales,
+        biases.astype(mx.float32) if biases is not None else None,
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    ).astype(mx.float32)
+    mx.eval(weight)
+    if isinstance(module, nn.QuantizedEmbedding):
+        plain: nn.Module = nn.Embedding(1, 1)
+    else:
+        plain = nn.Linear(1, 1, bias="bias" in module)
+        if "bias" in module:
+            plain.bias = module.bias
+    plain.weight = weight
+    return plain
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    *path, last = name.split(".")
+    parent = model
+    for part in path:
+        parent = parent[int(part)] if isinstance(parent, list) else getattr(parent, part)
+    setattr(parent, last, module)
+
+
+def _to_fp32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
