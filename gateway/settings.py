@@ -1,0 +1,87 @@
+"""The gateway's settings, and those of `tetrarch serve` that are not the engine's.
+
+Knows the names of flags and variables; reads no state and opens nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from metrics.settings import load
+
+SECTION = "gateway"
+
+SUPERVISOR_VARIABLE = "TETRARCH_SUPERVISOR_FD"
+"""Number of an inherited pipe's read end: when it closes, the supervisor is gone and the process stops."""
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `tetrarch gateway` runs with."""
+
+    host: Annotated[
+        str,
+        Meta(description="Address to listen on; any other than loopback needs a token.", min_length=1),
+    ] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8114
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(description="Further names, comma-separated, that a request's Host header may hold."),
+    ] = ()
+    max_waiting: Annotated[
+        int, Meta(ge=1, le=100_000, description="Calls that may wait in line; more get 429.")
+    ] = 64
+    body_limit_bytes: Annotated[
+        int, Meta(ge=1024, le=1 << 30, description="Largest request body, in bytes.")
+    ] = 32 << 20
+    keepalive_seconds: Annotated[
+        float, Meta(gt=0, le=600, description="Longest silence of a stream before a keep-alive is sent.")
+    ] = 10.0
+    tokens_file: Annotated[
+        Path | None,
+        Meta(description="File of access tokens (hashes); left out: tokens.json in the home folder."),
+    ] = None
+    redis_url: Annotated[
+        str | None,
+        Meta(
+            description="The bus: unix:///path/bus.sock, redis://127.0.0.1:6379 or rediss://:password@host; "
+            "left out: a Valkey server of its own in the home folder.",
+            extra={"variable": "TETRARCH_REDIS_URL", "secret": True},
+        ),
+    ] = None
+    bus_memory_bytes: Annotated[
+        int, Meta(ge=32 << 20, description="Memory limit of the bus's own Valkey server, in bytes.")
+    ] = 256 << 20
+    home: Annotated[
+        Path | None,
+        Meta(description="Folder for the bus's data, tokens and logs.", extra={"variable": "TETRARCH_HOME"}),
+    ] = None
+    log_level: Annotated[LogLevel, Meta(description="Least urgent log line to print.")] = "info"
+
+    def __post_init__(self) -> None:
+        if self.redis_url is not None and not re.match(r"(unix|rediss?)://.", self.redis_url):
+            raise ValueError("redis_url must start with unix://, redis:// or rediss://")
+
+
+def load_settings(file: Path | None, flags: Mapping[str, str]) -> GatewaySettings:
+    """Flags over this process's variables over the file. Raises metrics.settings.SettingsError."""
+    return load(GatewaySettings, SECTION, file=file, environ=os.environ, flags=flags)
+
+
+def supervisor_descriptor() -> int | None:
+    """The inherited pipe to watch, or None when nobody supervises this process."""
+    text = os.environ.get(SUPERVISOR_VARIABLE, "")
+    return int(text) if text.isdigit() else None
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's variables."""
+    return dict(os.environ)
