@@ -1,8 +1,8 @@
 """Attention over pages in plain MLX ops: any mix of decode rows and prefill chunks, one call per layer.
 
 Scores are kept in base 2 (log2 e is folded into the queries): on MLX's CPU backend `power(2, x)` takes half
-the time of `exp` and is more exact. Each read gives partial results with their maximum; partials of a row that
-took part in several reads are merged by the usual log-sum-exp rule.
+the time of `exp` and is more exact. Each read gives partial results with their maximum; partials of a row
+that took part in several reads are merged by the usual log-sum-exp rule.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _add(left: Partial, right: Partial) -> Partial:
 
 
 def _merge_index(reads: Sequence[Read], num_rows: int) -> mx.array | None:
-    """int32 [depth, rows]: where each row's partials stand among all reads' rows; the place after them is none.
+    """int32 [depth, rows]: where a row's partials stand among all reads' rows; the place after them is none.
 
     None when every row has one partial and they come in order.
     """

@@ -62,7 +62,7 @@ class Pools:
         self._layers[layer] = pool
 
     def read(self, layer: int, blocks: mx.array) -> Stored:
-        """Rows of whole pages, lazy: blocks [..., pages] from `blocks_of` -> [..., pages * page_tokens, .]."""
+        """Rows of whole pages, lazy: blocks [..., pages] of `blocks_of` -> [..., pages * page_tokens, .]."""
         pool = self._layers[layer]
         flat = pool.reshape(self.num_pages * 2 * self.num_kv_heads, self.page_tokens * self.row.width)
         rows = mx.take(flat, blocks, axis=0)
@@ -71,7 +71,9 @@ class Pools:
 
     def blocks_of(self, pages: Sequence[Sequence[int]]) -> mx.array:
         """Page tables of equal length -> int32 [2 (K|V), streams, num_kv_heads, pages] for `read`."""
-        table = mx.array(pages, mx.int32)[None, :, None, :] * (2 * self.num_kv_heads)
+        table = mx.array([list(table) for table in pages], mx.int32)[None, :, None, :] * (
+            2 * self.num_kv_heads
+        )
         kinds = mx.array([KEYS, VALUES], mx.int32)[:, None, None, None] * self.num_kv_heads
         heads = mx.arange(self.num_kv_heads, dtype=mx.int32)[None, None, :, None]
         return table + kinds + heads
@@ -93,7 +95,7 @@ class Pools:
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages in every layer and evaluate."""
-        targets = mx.array(pages, mx.int32)
+        targets = mx.array(list(pages), mx.int32)
         for pool in self._layers:
             pool[targets] = mx.zeros((len(pages), *pool.shape[1:]), pool.dtype)
         mx.eval(self._layers)

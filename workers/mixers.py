@@ -53,7 +53,8 @@ class PagedAttention(nn.Module):
         turned = self.rope(mx.concatenate([queries, keys], axis=1), offset=cache.positions).squeeze(2)
         queries, keys = turned[:, : self.num_heads], turned[:, self.num_heads :]
         output = cache.attend(self.layer, queries, keys, values, scale=self.scale)
-        return self.o_proj(output.reshape(1, rows, -1))
+        mixed: mx.array = self.o_proj(output.reshape(1, rows, -1))
+        return mixed
 
 
 def swap_mixers(model: nn.Module) -> None:

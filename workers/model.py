@@ -199,7 +199,7 @@ def _eos_token_ids(
     """All that the config, the generation config and the tokenizer name."""
     path = folder / "generation_config.json"
     named_in = [config, read_json(path) if path.exists() else {}]
-    found: set[int] = set()
+    found: set[int | None] = set()
     for value in (place.get("eos_token_id") for place in named_in):
         found |= set(value if isinstance(value, list) else [value])
     found.add(tokenizer.token_to_id(special.get("eos_token", "")))

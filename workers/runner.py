@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -65,7 +66,8 @@ class ModelRunner:
         draws = self._draw(hidden, segments)
         lazy = [array for drawn in draws if drawn for array in drawn.arrays()]
         mx.eval(finite, *lazy, *self.pools.arrays())
-        return self._collect(segments, draws, finite.tolist())
+        are_finite: Any = finite.tolist()
+        return self._collect(segments, draws, are_finite)
 
     def _draw(self, hidden: mx.array, segments: tuple[Segment, ...]) -> list[Drawn | None]:
         """Sample after the last row of each segment that asks for it; the head sees those rows only."""

@@ -1,9 +1,10 @@
-"""From logits to tokens, a row at a time: each has its own seed, settings and history, none of its neighbours'."""
+"""From logits to tokens, a row at a time: each has its own seed, settings and history."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -30,7 +31,7 @@ class Drawn:
 
     def result(self) -> SegmentResult:
         """Read the evaluated values."""
-        token = int(self.token.item())
+        token: Any = self.token.item()
         if not self.sound.item():
             return SegmentResult(None, fault="the model gave logits that are not numbers for this turn")
         return SegmentResult(token, self._candidates(token))
@@ -38,10 +39,12 @@ class Drawn:
     def _candidates(self, token: int) -> Candidates | None:
         if self.chosen is None:
             return None
-        top: tuple[tuple[int, float], ...] = ()
-        if self.top_ids is not None and self.top is not None:
-            top = tuple(zip(map(int, self.top_ids.tolist()), map(float, self.top.tolist()), strict=True))
-        return Candidates(chosen=(token, float(self.chosen.item())), top=top)
+        chosen: Any = self.chosen.item()
+        if self.top_ids is None or self.top is None:
+            return Candidates(chosen=(token, chosen))
+        ids: Any = self.top_ids.tolist()
+        values: Any = self.top.tolist()
+        return Candidates(chosen=(token, chosen), top=tuple(zip(ids, values, strict=True)))
 
 
 def draw(logits: mx.array, row: RowSampling) -> Drawn:
@@ -65,7 +68,8 @@ def draw(logits: mx.array, row: RowSampling) -> Drawn:
 
 
 def _key(row: RowSampling) -> mx.array:
-    return mx.random.key((row.seed + row.step * _GOLDEN) & _KEY_MASK)
+    key: mx.array = mx.random.key((row.seed + row.step * _GOLDEN) & _KEY_MASK)
+    return key
 
 
 def _penalise(logits: mx.array, row: RowSampling) -> mx.array:
@@ -76,10 +80,9 @@ def _penalise(logits: mx.array, row: RowSampling) -> mx.array:
         ids = mx.array(seen, mx.int32)
         values = mx.take(logits, ids)
         factor = sampling.repetition_penalty
-        logits = mx.put_along_axis(
-            logits, ids, mx.where(values > 0, values / factor, values * factor), axis=0
-        )
-    deltas: Counter[int] = Counter()
+        lowered = mx.where(values > 0, values / factor, values * factor)
+        logits = mx.put_along_axis(logits, ids, lowered, axis=0)
+    deltas = {token_id: float(bias) for token_id, bias in sampling.logit_bias.items()}
     if sampling.presence_penalty or sampling.frequency_penalty:
         for token_id, count in Counter(row.generated).items():
             lowered_by = sampling.presence_penalty + sampling.frequency_penalty * count
