@@ -154,7 +154,7 @@ REMEDIES = {
     "frequency_penalty": "a number from -2 to 2",
     "logit_bias": "an object of token ids and numbers from -100 to 100",
     "seed": "a whole number of at most 64 bits",
-    "stop": f"a non-empty string of up to {MAX_STOP_CHARS} characters, or a list of up to {MAX_STOPS} of them",
+    "stop": f"a non-empty string of up to {MAX_STOP_CHARS} characters, or a list of at most {MAX_STOPS}",
     "stop_token_ids": "a list of token ids of this model",
     "ignore_eos": "true or false",
     "n": "1: one answer per call",

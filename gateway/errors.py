@@ -144,9 +144,14 @@ class NoEngine(GatewayError):
 class TurnFailed(GatewayError):
     """A turn ended in `Failed` or `Cancelled`; kind and message are the event's own."""
 
+    def __init__(self, kind: str, message: str, *, retryable: bool | None = None) -> None:
+        super().__init__(kind, message, retryable=retryable)
+        if kind not in KINDS and self.retryable:
+            self.status = 503
+
 
 def shorten(value: object, limit: int = 60) -> str:
     """A value as an error message may show it: one line, at most `limit` characters."""
     text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text.split())
+    text = " ".join(text[: 4 * limit].split())
     return text if len(text) <= limit else text[: limit - 1] + "…"

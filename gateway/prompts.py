@@ -143,8 +143,8 @@ class Prompts:
         self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
 
     async def encode(self, conversation: Conversation, *, max_tokens: int) -> EncodedPrompt:
-        """The prompt's ids. Raises InvalidField when the template refuses the messages, or when the text is so
-        long that more than `max_tokens` are certain without encoding it.
+        """The prompt's ids. Raises InvalidField when the template refuses the messages, or when the text is
+        so long that more than `max_tokens` are certain without encoding it.
         """
         if sum(map(len, _strings(conversation))) > INLINE_RENDER_CHARS:
             rendered = await asyncio.to_thread(self.render, conversation)

@@ -1,0 +1,20 @@
+"""POST /v1/chat/completions: the order of the road, nothing of its parts."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from .api import parse_chat
+from .requests import caller_of, prepare_chat
+from .state import STATE
+from .stream import TENANT_KEY, answer_run
+
+
+async def post_chat(request: web.Request) -> web.StreamResponse:
+    """Checks, renders and admits, all before headers are sent; then follows the run to its end."""
+    state = request.app[STATE]
+    asked = parse_chat(await request.read())
+    caller = caller_of(request.headers, asked.user, request.get(TENANT_KEY, ""))
+    prepared = await prepare_chat(asked, caller, state.directory, state.prompts)
+    run_id = await state.followers.start(prepared.order)
+    return await answer_run(request, run_id, on_end=prepared.learn)

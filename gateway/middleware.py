@@ -1,0 +1,207 @@
+"""What every request passes: errors as JSON, the Host allow-list, access, the content type. In this order.
+
+Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from .errors import GatewayError
+from .state import STATE
+from .stream import RUN_KEY, STREAM_KEY, TENANT_KEY, SseStream, json_response
+from .tokens import Token, TokenError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+REQUEST_KEY = "tetrarch_request"
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+FORWARDED_HEADERS = ("Forwarded", "X-Real-IP", "Via")
+
+log = structlog.get_logger(__name__)
+
+
+@web.middleware
+async def tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure becomes OpenAI's error object; what nobody foresaw becomes a numbered incident."""
+    try:
+        return await handler(request)
+    except GatewayError as error:
+        return await _tell(request, error)
+    except web.HTTPException as answer:
+        return await _tell(request, _from_http(request, answer))
+    except Exception as error:
+        if isinstance(error, ConnectionError) and (
+            request.transport is None or request.transport.is_closing()
+        ):
+            raise  # the client left: there is nobody to tell
+        return await _tell(request, _incident(request, error))
+
+
+@web.middleware
+async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Only known names: a page that rebinds its own name to this machine is turned away."""
+    allowed = {name.lower() for name in request.app[STATE].settings.allowed_hosts}
+    hosts = request.headers.getall("Host", [])
+    if len(hosts) != 1 or host_name(hosts[0]) not in LOOPBACK_NAMES | allowed:
+        raise GatewayError(
+            "host_not_allowed",
+            "The Host header names no host that this server answers for: use its loopback address, "
+            "or add the name to allowed_hosts.",
+        )
+    return await handler(request)
+
+
+@web.middleware
+async def check_access(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A valid token, or a call from this machine that nobody forwarded."""
+    token = _token(request)
+    if token is not None:
+        request[TENANT_KEY] = token.name
+    elif not is_local(request):
+        raise GatewayError(
+            "unauthorized",
+            "A call from elsewhere needs a token: make one with `tetrarch token add NAME` and send it as "
+            "'Authorization: Bearer TOKEN' or 'x-api-key: TOKEN'.",
+        )
+    return await handler(request)
+
+
+@web.middleware
+async def check_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Bodies are JSON (so that no web page can post one unasked) and not too large."""
+    if request.method == "POST":
+        if not re.fullmatch(r"application/([\w.-]+\+)?json", request.content_type):
+            raise GatewayError(
+                "unsupported_content_type", "Send the body as JSON, with 'Content-Type: application/json'."
+            )
+        limit = request.app[STATE].settings.body_limit_bytes
+        if (request.content_length or 0) > limit:
+            raise too_large(limit)
+    return await handler(request)
+
+
+MIDDLEWARES = (tell_errors, check_host, check_access, check_body)
+
+
+async def name_response(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer carries its request's id, and its run's if it has one."""
+    response.headers["x-request-id"] = _request_id(request)
+    if RUN_KEY in request:
+        response.headers["x-tetrarch-run"] = request[RUN_KEY]
+    response.headers["X-Content-Type-Options"] = "nosniff"
+
+
+def too_large(limit: int) -> GatewayError:
+    """The body is over the limit."""
+    return GatewayError("body_too_large", f"The body is larger than this server takes: {limit} bytes.")
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port: `[::1]:80` is `::1`."""
+    found = re.fullmatch(r"\[([0-9a-fA-F:.]+)\](?::\d+)?|([^:\[\]]+)(?::\d+)?", host.strip())
+    return (found[1] or found[2]).lower() if found else ""
+
+
+def is_local(request: web.Request) -> bool:
+    """Peer and Host are loopback and no proxy was between."""
+    forwarded = any(name in request.headers for name in FORWARDED_HEADERS)
+    if forwarded or any(name.lower().startswith("x-forwarded-") for name in request.headers):
+        return False
+    peer: Any = request.transport.get_extra_info("peername") if request.transport is not None else None
+    try:
+        address = ipaddress.ip_address(peer[0])
+    except (TypeError, IndexError, ValueError):
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback and host_name(request.headers.get("Host", "")) in LOOPBACK_NAMES
+
+
+def _token(request: web.Request) -> Token | None:
+    secret = _secret(request)
+    try:
+        return request.app[STATE].tokens.find(secret) if secret else None
+    except TokenError as error:
+        log.error("token_file_unreadable", problem=error.message)
+        return None
+
+
+def _secret(request: web.Request) -> str:
+    scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and credentials.strip():
+        return credentials.strip()
+    return request.headers.get("x-api-key", "").strip()
+
+
+def _request_id(request: web.Request) -> str:
+    if REQUEST_KEY not in request:
+        given = request.headers.get("x-request-id", "")
+        is_clean = re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII)
+        request[REQUEST_KEY] = given if is_clean else f"req-{uuid.uuid4().hex}"
+    name: str = request[REQUEST_KEY]
+    return name
+
+
+async def _tell(request: web.Request, error: GatewayError) -> web.StreamResponse:
+    stream: SseStream | None = request.get(STREAM_KEY)
+    if stream is not None:
+        try:
+            await stream.fail(error)
+            await stream.response.write_eof()
+        except ConnectionError:
+            pass  # the client left as well
+        return stream.response
+    response = json_response(error.body(), status=error.status)
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 413:
+        response.force_close()
+    return response
+
+
+def _from_http(request: web.Request, answer: web.HTTPException) -> GatewayError:
+    match answer:
+        case web.HTTPNotFound():
+            message = (
+                f"There is no {request.path[:100]} here. See GET /v1/models and POST /v1/chat/completions."
+            )
+            return GatewayError("not_found", message)
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(answer.allowed_methods))
+            message = f"{request.path[:100]} takes {allowed}, not {request.method[:20]}."
+            return GatewayError("method_not_allowed", message)
+        case web.HTTPRequestEntityTooLarge():
+            return too_large(request.app[STATE].settings.body_limit_bytes)
+    error = GatewayError("invalid_request", answer.reason)
+    error.status, error.type = (
+        answer.status,
+        "invalid_request_error" if answer.status < 500 else "server_error",
+    )
+    return error
+
+
+def _incident(request: web.Request, error: Exception) -> GatewayError:
+    """Logged by place and type only: an exception's text may hold a prompt."""
+    number = uuid.uuid4().hex[:12]
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    log.error(
+        "incident",
+        incident=number,
+        request=_request_id(request),
+        run=request.get(RUN_KEY),
+        exception=type(error).__name__,
+        frames=[f"{frame.filename.rsplit('/', 2)[-1]}:{frame.lineno}:{frame.name}" for frame in frames],
+    )
+    return GatewayError(
+        "internal_error", f"Something went wrong here (incident {number}); the log names the place."
+    )

@@ -1,0 +1,85 @@
+"""What the HTTP side of one gateway holds while it runs, under one typed key of the app."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from .directory import Directory
+from .errors import GatewayError
+from .prompts import PromptLibrary
+from .runs import Order, Runs
+from .settings import GatewaySettings
+from .tokens import TokenStore
+
+
+class Followers:
+    """Which runs have clients here, and the cancels of those whose last client left."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._counts: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, order: Order) -> str:
+        """`Runs.start`, which a leaving client cannot tear in two: its run is cancelled once it has an id."""
+        starting = asyncio.ensure_future(self._runs.start(order))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._spawn(self._cancel_started(starting))
+            raise
+
+    def join(self, run_id: str) -> None:
+        """A client reads this run."""
+        self._counts[run_id] += 1
+
+    def leave(self, run_id: str, *, cancel: bool) -> None:
+        """A client reads no more; the last one of a run that goes on takes it along (`cancel`)."""
+        self._counts[run_id] -= 1
+        if self._counts[run_id] > 0:
+            return
+        del self._counts[run_id]
+        if cancel:
+            self._spawn(self._cancel(run_id))
+
+    async def close(self) -> None:
+        """Waits for cancels on their way."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _cancel_started(self, starting: asyncio.Future[str]) -> None:
+        with contextlib.suppress(GatewayError):
+            await self._cancel(await starting)
+
+    async def _cancel(self, run_id: str) -> None:
+        with contextlib.suppress(GatewayError):
+            await self._runs.cancel(run_id)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The parts that requests use."""
+
+    settings: GatewaySettings
+    runs: Runs
+    directory: Directory
+    tokens: TokenStore
+    followers: Followers
+    is_bus_up: Callable[[], bool]
+    prompts: PromptLibrary = field(default_factory=PromptLibrary)
+    started: float = field(default_factory=time.monotonic)
+
+
+STATE = web.AppKey("state", State)
