@@ -87,11 +87,12 @@ def add_flags(parser: argparse.ArgumentParser, struct_type: type[msgspec.Struct]
     """Adds `--field-name` for each leaf; a boolean also gets `--no-field-name`."""
     group = parser.add_argument_group("settings (flags, then TETRARCH_* variables, then the file)")
     for field in fields_of(struct_type):
-        shown = "" if field.default in (None, msgspec.NODEFAULT) else f" (default: {field.default})"
-        text = (field.help + shown).replace("%", "%%")
+        text = field.help.replace("%", "%%")
         if _bare(field.type) is bool:
             _add_switch(group, field, text)
             continue
+        if field.default not in (None, msgspec.NODEFAULT):
+            text += f" (default: {field.default})".replace("%", "%%")
         metavar = "|".join(map(str, _choices(field.type))) or field.path.rpartition(".")[2].upper()
         group.add_argument(f"--{field.flag}", dest=field.path, metavar=metavar, help=text)
 

@@ -76,9 +76,7 @@ class Bus:
         try:
             self._begin()
         except (RedisError, OSError) as error:
-            raise BusError(
-                f"the bus cannot be used: {error}; is it running, and is its URL right?"
-            ) from error
+            raise _unusable(error) from error
 
     def begin_again(self) -> None:
         """After `is_lost`: forgets the old incarnation and starts another, as soon as the bus lets it.
@@ -186,6 +184,21 @@ class Bus:
     def _abandon(self) -> None:
         if self._current is not None:
             self._current.abandon()
+
+
+def check_bus(url: str) -> None:
+    """Raises BusError when nothing answers there."""
+    client = connect(url, COMMAND_SECONDS)
+    try:
+        client.ping()
+    except (RedisError, OSError) as error:
+        raise _unusable(error) from error
+    finally:
+        client.close()
+
+
+def _unusable(error: Exception) -> BusError:
+    return BusError(f"the bus cannot be used: {error}; is it running, and is its URL right?")
 
 
 def connect(url: str, timeout_seconds: float | None) -> Redis:

@@ -1,0 +1,114 @@
+"""The commands of this room: `python -m workers engine|model-fetch|doctor`, which `tetrarch` starts.
+
+Exit codes: 0 done or stopped, 1 failed while running, 2 settings or a model that cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from metrics import logs
+from metrics.settings import SettingsError, add_flags, given_flags
+
+from .errors import ModelError, WorkersError
+from .errors import SettingsError as UnfitSettings
+from .machine import load_blas
+from .settings import EngineSettings, load_settings
+
+ENGINE_EXAMPLES = """\
+examples:
+  tetrarch engine --redis-url unix:///tmp/bus.sock
+  tetrarch engine --model mlx-community/Qwen3-0.6B-4bit --workers 2 --context 16384
+  tetrarch engine --kv-bits native --no-prefix-cache --settings tetrarch.toml
+  TETRARCH_ENGINE_WORKERS=8 tetrarch engine --engine-id upstairs
+
+`tetrarch serve` takes the same flags and starts the bus and the gateway too.
+"""
+
+FETCH_EXAMPLES = """\
+examples:
+  tetrarch model fetch                                    the default model, 95 MB
+  tetrarch model fetch --model mlx-community/Qwen3-0.6B-4bit
+  tetrarch model fetch --model ~/models/some.gguf         converts it once
+"""
+
+DOCTOR_EXAMPLES = """\
+examples:
+  tetrarch doctor
+  tetrarch doctor --model mlx-community/Qwen3-8B-4bit --workers 4 --context 131072
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; a known error is one line on stderr."""
+    options = _parser().parse_args(arguments)
+    verb: Callable[[EngineSettings], int] = options.verb
+    try:
+        settings = load_settings(options.settings, given_flags(options, EngineSettings))
+        logs.configure(settings.log_level)
+        return verb(settings)
+    except (SettingsError, UnfitSettings, ModelError) as error:
+        return _refuse(error, code=2)
+    except WorkersError as error:
+        return _refuse(error, code=1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _engine(settings: EngineSettings) -> int:
+    from .process import run_engine
+
+    return run_engine(settings)
+
+
+def _fetch(settings: EngineSettings) -> int:
+    load_blas()
+    from .fetch import cache_dir, resolve_model
+
+    folder = resolve_model(settings.model, cache_dir(os.environ), progress=print)
+    print(folder)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tetrarch", description="One model, four workers, one shared cache."
+    )
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+    _add_verb(verbs, "engine", _engine, "run one engine on a bus", ENGINE_EXAMPLES)
+    _add_verb(verbs, "model-fetch", _fetch, "bring a model to this disk and check it", FETCH_EXAMPLES)
+    return parser
+
+
+def _add_verb(
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    verb: Callable[[EngineSettings], int],
+    summary: str,
+    examples: str,
+) -> None:
+    parser = verbs.add_parser(
+        name,
+        prog=f"tetrarch {name.replace('-', ' ')}",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(verb=verb)
+    parser.add_argument("--settings", type=Path, metavar="FILE.toml", help="settings file, table [engine]")
+    add_flags(parser, EngineSettings)
+
+
+def _refuse(error: Exception, *, code: int) -> int:
+    print(f"tetrarch: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
