@@ -1,0 +1,57 @@
+# Every target does the set-up that it needs; what is done is skipped. GNU make 3.81 and later.
+
+PYTHON3 := $(shell command -v python3 || command -v python3.13 || command -v python3.12 || command -v python3.11)
+VENV := .venv/bin
+
+.PHONY: help setup tools demo serve test check fix soak bench clean
+
+help:
+	@echo 'make demo    set up, then four workers serve an orchestrated session; ends in build/demo.json'
+	@echo 'make serve   set up, then serve until Ctrl-C; prints the address and a first curl'
+	@echo 'make test    set up, then the tests (a few minutes)'
+	@echo 'make check   format, lint, types and the map of the rooms'
+	@echo 'make fix     format, and mend what the linter can'
+	@echo 'make soak    property tests with new random seeds, and the slow tests'
+	@echo 'make bench   the benchmarks that there are, and how to run them'
+	@echo 'make setup   only the set-up: .venv, OpenBLAS on Debian, the default model'
+	@echo 'make clean   remove .venv and build (the model stays in its cache)'
+
+setup:
+	@test -n '$(PYTHON3)' || { echo 'Python 3 is needed: install python3, then run this again.' >&2; exit 2; }
+	@'$(PYTHON3)' deploy/setup.py
+
+# Without the model.
+tools:
+	@test -n '$(PYTHON3)' || { echo 'Python 3 is needed: install python3, then run this again.' >&2; exit 2; }
+	@'$(PYTHON3)' deploy/setup.py --no-model
+
+demo: setup
+	@$(VENV)/python -m gateway demo
+
+serve: setup
+	@exec $(VENV)/python -m gateway serve
+
+test: setup
+	$(VENV)/python -m pytest -q -m 'not slow'
+
+check: tools
+	$(VENV)/python -m ruff format --check .
+	$(VENV)/python -m ruff check .
+	$(VENV)/python -m mypy
+	$(VENV)/python -m pytest -q tests/test_architecture.py
+
+fix: tools
+	$(VENV)/python -m ruff check --fix .
+	$(VENV)/python -m ruff format .
+
+soak: setup
+	TETRARCH_SOAK=1 $(VENV)/python -m pytest -q tests/properties
+	$(VENV)/python -m pytest -q -m slow
+
+bench: tools
+	@for file in bench/*.md bench/*.py; do \
+	  if test -f "$$file"; then printf '%-28s %s\n' "$$file" "$$(sed -n '1s/^[#\" ]*//p' "$$file")"; fi; \
+	done
+
+clean:
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis
