@@ -11,6 +11,7 @@ from metrics.instruments import EngineSample, Instruments, TurnSample
 from workers.messages import Cancelled, Failed, Finished, TurnEnd
 
 from .directory import Directory, EngineView
+from .run_state import RunState
 
 INSTRUMENTS = web.AppKey("instruments", Instruments)
 DIRECTORY = web.AppKey("directory", Directory)
@@ -24,11 +25,17 @@ async def get_metrics(request: web.Request) -> web.Response:
     return web.Response(body=render(instruments.registry), headers={"Content-Type": CONTENT_TYPE})
 
 
-def turn_observer(instruments: Instruments) -> Callable[[str, TurnEnd], None]:
-    """What to call with the engine's id when a turn's terminal event is read."""
+async def count_response(request: web.Request, response: web.StreamResponse) -> None:
+    """For `on_response_prepare`: once for each response, streams and errors too."""
+    request.app[INSTRUMENTS].observe_response(response.status)
 
-    def on_turn_end(engine_id: str, event: TurnEnd) -> None:
-        instruments.observe_turn(engine_id, turn_sample(event))
+
+def turn_observer(instruments: Instruments) -> Callable[[str, RunState], None]:
+    """For `Runs.on_turn_end`: counts the turn that just ended."""
+
+    def on_turn_end(_run_id: str, state: RunState) -> None:
+        if state.turn_end is not None:
+            instruments.observe_turn(state.engine_id or "none", turn_sample(state.turn_end))
 
     return on_turn_end
 

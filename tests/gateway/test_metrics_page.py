@@ -12,7 +12,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.directory import EngineView
-from gateway.metrics_page import DIRECTORY, INSTRUMENTS, get_metrics, turn_observer
+from gateway.metrics_page import DIRECTORY, INSTRUMENTS, count_response, get_metrics, turn_observer
+from gateway.run_state import RunState
 from metrics.exposition import CONTENT_TYPE
 from metrics.instruments import Instruments
 from workers.messages import (
@@ -63,16 +64,24 @@ def an_engine(engine_id: str = "e0", *, alive: bool = True) -> EngineView:
     return EngineView(info=info, stats=stats, alive=alive, tokenizer=bundle)
 
 
+async def get_busy(_request: web.Request) -> web.Response:
+    raise web.HTTPTooManyRequests
+
+
 def app_with(instruments: Instruments, *views: EngineView) -> web.Application:
     app = web.Application()
     app[INSTRUMENTS] = instruments
     app[DIRECTORY] = FakeDirectory(list(views))  # type: ignore[misc]
+    app.on_response_prepare.append(count_response)
     app.router.add_get("/metrics", get_metrics)
+    app.router.add_get("/busy", get_busy)
     return app
 
 
 async def scrape(instruments: Instruments, *views: EngineView) -> str:
     async with TestClient(TestServer(app_with(instruments, *views))) as client:
+        assert (await client.get("/busy")).status == 429
+        assert (await client.get("/nowhere")).status == 404
         response = await client.get("/metrics")
         assert response.status == 200
         assert response.headers["Content-Type"] == CONTENT_TYPE
@@ -97,9 +106,7 @@ def busy_instruments() -> Instruments:
         Failed(error="engine_lost", message="SECRET"),
     ]
     for end in ends:
-        observe("e0", end)
-    instruments.observe_response(200)
-    instruments.observe_response(429)
+        observe("run-1", RunState(engine_id="e0", turn_end=end))
     return instruments
 
 
@@ -122,7 +129,7 @@ async def test_the_page_parses_and_shows_turns_engines_and_responses() -> None:
     assert value("engine_kv_bytes_per_token", engine="e0") == 12240
     assert value("engine_pages_free", engine="e0") == 60
     assert value("engine_pages_evicted_total", engine="e0") == 5
-    assert value("http_responses_total", status="4xx") == 1
+    assert value("http_responses_total", status="4xx") == 2
     assert value("http_too_many_requests_total") == 1
 
 
