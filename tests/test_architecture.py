@@ -1,0 +1,143 @@
+"""The map as a test: who may import whom, what is pure, who reads the process's variables, how large files are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "metrics": set[str](),
+    "kvcache": set[str](),
+    "moe": set[str](),
+    "workers": {"kvcache", "moe", "metrics"},
+    "gateway": {"workers", "metrics"},
+}
+PURE = [
+    "kvcache/pool.py",
+    "kvcache/tree.py",
+    "kvcache/eviction.py",
+    "kvcache/cache.py",
+    "kvcache/reads.py",
+    "workers/messages.py",
+    "workers/plan.py",
+    "workers/turn.py",
+    "workers/scheduler.py",
+    "workers/pace.py",
+    "workers/ledger.py",
+    "workers/families.py",
+    "gateway/router.py",
+    "gateway/run_state.py",
+    "metrics/quantiles.py",
+]
+IMPURE = {"mlx", "asyncio", "redis", "aiohttp", "threading", "time"}
+TOUCHES_MLX = {
+    "kvcache/attention.py",
+    "kvcache/pages.py",
+    "kvcache/rows.py",
+    "workers/gguf.py",
+    "workers/mixers.py",
+    "workers/model.py",
+    "workers/process.py",
+    "workers/runner.py",
+    "workers/sampling.py",
+    "workers/weights.py",
+}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+
+
+def sources(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def imported_modules(source: Path) -> set[str]:
+    """Absolute imports anywhere in the file, functions included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {node.module or ""}
+    return names
+
+
+def imported_packages(source: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(source)}
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
+    for source in sources(room):
+        rooms = imported_packages(source) & MAY_IMPORT.keys()
+        assert rooms - {room} <= MAY_IMPORT[room], source
+        assert "tests" not in imported_packages(source), source
+
+
+def test_the_gateway_imports_only_the_messages_of_workers() -> None:
+    for source in sources("gateway"):
+        from_workers = {name for name in imported_modules(source) if name.split(".")[0] == "workers"}
+        assert from_workers <= {"workers", "workers.messages"}, source
+
+
+def test_the_gateway_loads_without_mlx() -> None:
+    script = (
+        "import gateway.app, gateway.process, sys; print('mlx' in sys.modules or 'mlx.core' in sys.modules)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert printed.strip() == "False"
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_policy_is_plain_python(path: str) -> None:
+    assert not imported_packages(ROOT / path) & IMPURE
+
+
+def test_mlx_is_touched_only_where_the_map_says() -> None:
+    touching = {
+        str(source.relative_to(ROOT))
+        for room in MAY_IMPORT
+        for source in sources(room)
+        if imported_packages(source) & {"mlx", "mlx_lm"}
+    }
+    assert touching == TOUCHES_MLX
+
+
+def test_variables_of_the_process_are_read_in_few_places() -> None:
+    for source in (source for room in MAY_IMPORT for source in sources(room)):
+        reads = "os.environ" in source.read_text() or "getenv" in source.read_text()
+        assert not reads or source.name in {"settings.py", "__main__.py", "supervisor.py"}, source
+
+
+@pytest.mark.parametrize("room", [*MAY_IMPORT, "tests"])
+def test_a_room_is_ours(room: str) -> None:
+    spec = find_spec(room)
+    assert spec and spec.origin == str(ROOT / room / "__init__.py")
+
+
+def test_files_and_functions_stay_small() -> None:
+    for room in MAY_IMPORT:
+        for source in sources(room):
+            tree = ast.parse(source.read_text())
+            num_lines = len(source.read_text().splitlines())
+            if num_lines > MAX_FILE_LINES:
+                warnings.warn(f"{source.relative_to(ROOT)}: {num_lines} lines", SizeWarning, stacklevel=1)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    length = (node.end_lineno or node.lineno) - node.lineno + 1
+                    if length > MAX_FUNCTION_LINES:
+                        warnings.warn(
+                            f"{source.name}: {node.name} has {length} lines", SizeWarning, stacklevel=1
+                        )
+
+
+class SizeWarning(UserWarning):
+    """Something outgrew the budget: redesign it before it grows on."""
