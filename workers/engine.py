@@ -17,7 +17,7 @@ from .turn import TurnEvent, TurnRules, open_turn
 
 
 class Engine:
-    """Owns scheduler, cache and runner. Any thread may read `step_started_at` and `step_predicted_seconds`."""
+    """Owns scheduler, cache and runner. Any thread may read step_started_at and step_predicted_seconds."""
 
     def __init__(
         self,

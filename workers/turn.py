@@ -109,16 +109,18 @@ class Turn:
         self.last_token_at = now
         if token_id in self.stop_ids:
             return Acceptance(self.rest_of_text(), Ending("stop"))
-        self.generated.append(token_id)
         delta = self.text.append(token_id)
         text, ending = delta.text, None
         if delta.stopped is not None:
             ending = Ending("stop", delta.stopped)
-        elif len(self.generated) >= self.max_tokens:
+        elif len(self.generated) + 1 >= self.max_tokens:
             text += self.text.flush()
             ending = Ending("length")
-        token_ids = token_id.to_bytes(4, "little")
-        return Acceptance(Tokens(token_ids=token_ids, text=text, logprobs=self._logprobs(candidates)), ending)
+        tokens = Tokens(
+            token_ids=token_id.to_bytes(4, "little"), text=text, logprobs=self._logprobs(candidates)
+        )
+        self.generated.append(token_id)  # last: a token that cannot be sent is not counted either
+        return Acceptance(tokens, ending)
 
     def rest_of_text(self) -> Tokens | None:
         """Text that was held back, for the end of the turn."""
