@@ -74,6 +74,14 @@ def _fetch(settings: EngineSettings) -> int:
     return 0
 
 
+def _doctor(settings: EngineSettings) -> int:
+    load_blas()
+    from .doctor import doctor
+
+    print(doctor(settings, os.environ))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tetrarch", description="One model, four workers, one shared cache."
@@ -81,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     _add_verb(verbs, "engine", _engine, "run one engine on a bus", ENGINE_EXAMPLES)
     _add_verb(verbs, "model-fetch", _fetch, "bring a model to this disk and check it", FETCH_EXAMPLES)
+    _add_verb(
+        verbs, "doctor", _doctor, "show this machine, its BLAS, and what fits in its memory", DOCTOR_EXAMPLES
+    )
     return parser
 
 
