@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import glob
 import hashlib
 import json
@@ -66,7 +67,10 @@ def main() -> int:
     parser.add_argument("--no-model", action="store_true", help="leave the default model out")
     arguments = parser.parse_args()
     try:
-        set_up(with_model=not arguments.no_model)
+        LOG.parent.mkdir(exist_ok=True)
+        with LOG.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two targets at once: the second waits and finds all done
+            set_up(with_model=not arguments.no_model)
     except SystemUnfit as problem:
         print(problem, file=sys.stderr)
         return 2
@@ -342,7 +346,6 @@ def has_openblas() -> bool:
 
 def run(title: str, command: list[str]) -> str:
     """Run with signs of life; returns the last line of its output. Raises StepFailed with the end of it."""
-    LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
     environment = dict(os.environ, DEBIAN_FRONTEND="noninteractive", PYTHONUNBUFFERED="1")
     with LOG.open("ab") as log:
