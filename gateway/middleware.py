@@ -22,7 +22,7 @@ from .tokens import Token, TokenError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-REQUEST_KEY = "tetrarch_request"
+REQUEST_KEY = web.RequestKey("tetrarch_request", str)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 FORWARDED_HEADERS = ("Forwarded", "X-Real-IP", "Via")
 
@@ -146,8 +146,7 @@ def _request_id(request: web.Request) -> str:
         given = request.headers.get("x-request-id", "")
         is_clean = re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII)
         request[REQUEST_KEY] = given if is_clean else f"req-{uuid.uuid4().hex}"
-    name: str = request[REQUEST_KEY]
-    return name
+    return request[REQUEST_KEY]
 
 
 async def _tell(request: web.Request, error: GatewayError) -> web.StreamResponse:

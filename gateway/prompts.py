@@ -21,8 +21,9 @@ from jinja2.utils import Namespace
 
 from workers.messages import TokenizerBundle
 
+from .control_tokens import Marks
 from .errors import InvalidField, shorten
-from .tokenizer import Marks, PromptTokenizer
+from .tokenizer import PromptTokenizer
 
 INLINE_RENDER_CHARS = 32_768
 """A bigger conversation is marked and rendered in a thread."""

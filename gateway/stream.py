@@ -28,11 +28,6 @@ STREAM_HEADERS = {
     "Cache-Control": "no-store",
     "X-Accel-Buffering": "no",
 }
-RUN_KEY = "tetrarch_run"
-STREAM_KEY = "tetrarch_stream"
-TENANT_KEY = "tetrarch_tenant"
-"""Names in a request's own dict: its run's id, its open SSE stream, and its caller's tenant."""
-
 _EVENT_ID = re.compile(r"(\d{1,20})-(\d{1,20})")
 
 
@@ -66,6 +61,12 @@ class SseStream:
     async def fail(self, error: GatewayError) -> None:
         """The stream ends in an error: clients raise on it, and no [DONE] follows."""
         await self.send([msgspec.json.encode(error.body())])
+
+
+RUN_KEY = web.RequestKey("tetrarch_run", str)
+STREAM_KEY = web.RequestKey("tetrarch_stream", SseStream)
+TENANT_KEY = web.RequestKey("tetrarch_tenant", str)
+"""What a request keeps: its run's id, its open SSE stream, and its caller's tenant."""
 
 
 async def answer_run(

@@ -1,0 +1,120 @@
+"""Keep-alives, leaving clients and resumed streams."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from workers.messages import (
+    RUN_END_ID,
+    Progress,
+    Tokens,
+)
+
+from .fake_runs import words
+from .http_gateway import CHAT, HELLO, TEXT, Gateway, Start, chunks_of, events_of, until
+
+
+async def test_a_silent_stream_is_kept_alive_with_its_progress(start: Start) -> None:
+    gateway = await start(keepalive_seconds=0.05)
+    gateway.runs.script = lambda order: [
+        Progress(processed_tokens=5, prompt_tokens=9), 0.18, *words("x")(order),
+    ]  # fmt: skip
+    events = await gateway.stream(HELLO)
+    comments = [event["comment"] for event in events if "comment" in event]
+    num_prompt = len(gateway.runs.last.order.token_ids) // 4
+    assert 2 <= len(comments) <= 4 and set(comments) == {f": keepalive 5/{num_prompt}"}
+    empty = [c for c in chunks_of(events)[1:] if c["choices"] and c["choices"][0]["delta"] == {"content": ""}]
+    assert len(empty) == len(comments)
+    texts = await gateway.stream({"prompt": "x"}, TEXT)
+    assert any("comment" in event for event in texts)
+
+
+async def test_a_talking_stream_gets_no_keepalives(start: Start) -> None:
+    gateway = await start(keepalive_seconds=0.2)
+    gateway.runs.script = lambda order: (
+        [item for text in "abcdefgh" for item in (0.05, Tokens(token_ids=b"", text=text))]
+        + list(words()(order))
+    )
+    events = await gateway.stream(HELLO)
+    assert not any("comment" in event for event in events)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
+async def test_a_leaving_client_takes_its_run_along(gateway: Gateway, stream: bool, phase: str) -> None:
+    before: dict[str, list[Any]] = {
+        "queued": [],
+        "prefilling": [Progress(processed_tokens=1, prompt_tokens=9)],
+        "decoding": [Tokens(token_ids=b"", text="x")] * 3,
+    }
+    gateway.runs.script = lambda order: [*before[phase], 60.0]
+    asking = asyncio.create_task(gateway.post({**HELLO, "stream": stream}))
+    await until(lambda: bool(gateway.runs.runs) and len(gateway.runs.last.events) >= 3 + len(before[phase]))
+    await asyncio.sleep(0.02)
+    asking.cancel()
+    await until(lambda: len(gateway.runs.cancelled) == 1)
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_client_that_leaves_in_line_is_not_forgotten(gateway: Gateway) -> None:
+    gateway.runs.start_seconds = 0.1
+    gateway.runs.script = lambda order: [60.0]
+    asking = asyncio.create_task(gateway.post(HELLO))
+    await asyncio.sleep(0.05)
+    asking.cancel()
+    await until(lambda: len(gateway.runs.cancelled) == 1)
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_finished_run_is_not_cancelled(gateway: Gateway) -> None:
+    await gateway.post(HELLO)
+    await gateway.stream(HELLO)
+    await asyncio.sleep(0.02)
+    assert gateway.runs.cancelled == []
+
+
+async def test_a_stream_resumes_after_an_event_id(gateway: Gateway) -> None:
+    whole = await gateway.stream({**HELLO, "stream_options": {"include_usage": True}})
+    path = f"{CHAT}/{chunks_of(whole)[0]['id']}"
+    for position, event in enumerate(whole):
+        if event["id"] is None:
+            continue
+        headers = {"Last-Event-ID": event["id"]}
+        async with gateway.http.get(gateway.url + path, headers=headers) as response:
+            assert response.status == (204 if event["id"] == RUN_END_ID else 200)
+            rest = events_of(await response.text())
+        assert rest == whole[position + 1 :]
+        async with gateway.http.get(f"{gateway.url}{path}?after={event['id']}") as response:
+            assert events_of(await response.text()) == rest
+    async with gateway.http.get(gateway.url + path) as response:
+        assert events_of(await response.text()) == whole
+
+
+async def test_a_whole_answer_can_be_read_again(gateway: Gateway) -> None:
+    _, body = await gateway.post(HELLO)
+    assert await gateway.get(f"{CHAT}/{body['id']}") == (200, body)
+
+
+async def test_a_second_reader_keeps_the_run_alive(gateway: Gateway) -> None:
+    gateway.runs.script = lambda order: [Tokens(token_ids=b"", text="x"), 0.2, *words("y")(order)]
+    first = await gateway.http.post(gateway.url + CHAT, json={**HELLO, "stream": True})
+    run_id = first.headers["x-tetrarch-run"]
+    second = await gateway.http.get(f"{gateway.url}{CHAT}/{run_id}")
+    first.close()
+    events = events_of(await second.text())
+    assert events[-1]["data"] == "[DONE]" and gateway.runs.cancelled == []
+
+
+@pytest.mark.parametrize("run_id", ["nonsense", f"run-{'0' * 32}", f"chatcmpl-{'a' * 32}", "run-%00"])
+async def test_an_unknown_run_is_404(gateway: Gateway, run_id: str) -> None:
+    status, body = await gateway.get(f"{CHAT}/{run_id}")
+    assert (status, body["error"]["code"]) == (404, "run_not_found")
+
+
+async def test_a_bad_event_id_is_400(gateway: Gateway) -> None:
+    _, body = await gateway.post(HELLO)
+    status, answer = await gateway.get(f"{CHAT}/{body['id']}", headers={"Last-Event-ID": "x"})
+    assert (status, answer["error"]["param"]) == (400, "after")

@@ -1,0 +1,62 @@
+"""Access tokens: only hashes are kept, in a private file, and another process's changes count at once."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from gateway.tokens import TokenError, TokenStore
+
+
+def test_a_token_is_found_until_it_is_revoked(tmp_path: Path) -> None:
+    store = TokenStore(tmp_path / "new folder" / "tokens.json")
+    phone, laptop = store.add("phone"), store.add("laptop")
+    assert phone != laptop and len(phone) >= 43
+    found = store.find(phone)
+    assert found is not None and found.name == "phone"
+    assert store.find(phone + "x") is None and store.find("") is None and store.find("\udcff") is None
+    store.revoke("phone")
+    assert store.find(phone) is None
+    assert [token.name for token in store.tokens()] == ["laptop"]
+
+
+def test_the_file_holds_no_secret_and_is_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    secret = TokenStore(path).add("phone")
+    assert secret.encode() not in path.read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [child.name for child in tmp_path.iterdir()] == ["tokens.json"]
+
+
+def test_a_running_gateway_sees_what_a_command_changed(tmp_path: Path) -> None:
+    running, command = TokenStore(tmp_path / "t.json"), TokenStore(tmp_path / "t.json")
+    assert running.tokens() == []
+    secret = command.add("phone")
+    assert running.find(secret) is not None
+    command.revoke("phone")
+    assert running.find(secret) is None
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\nb"])
+def test_an_unusable_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TokenError):
+        TokenStore(tmp_path / "t.json").add(name)
+
+
+def test_taken_and_unknown_names_are_refused(tmp_path: Path) -> None:
+    store = TokenStore(tmp_path / "t.json")
+    store.add("phone")
+    with pytest.raises(TokenError, match="already"):
+        store.add("phone")
+    with pytest.raises(TokenError, match="no token"):
+        store.revoke("laptop")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'[{"name": 1}]', b"\xff"])
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    with pytest.raises(TokenError, match=r"t\.json"):
+        TokenStore(path).find("x")
