@@ -1,0 +1,186 @@
+"""The engine over a runner with page memory, against a naive generator that runs each turn alone."""
+
+from __future__ import annotations
+
+import codecs
+from array import array
+from collections import defaultdict
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcache.cache import Cache
+from tests.fakes import END_ID, FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
+from workers.engine import Engine
+from workers.errors import PoolsLost, StepFailed
+from workers.messages import (
+    Cancel,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    Progress,
+    Sampling,
+    Started,
+    Submit,
+    Tokens,
+)
+from workers.pace import PaceLimits
+
+PAGE_TOKENS = 4
+STOPS = ((), ("ab",), ("é", "cab"), ("abc", "b"))
+
+
+class Engines(RuleBasedStateMachine):
+    """Random arrivals, cancels, faults and failed steps over a small pool."""
+
+    @initialize(
+        num_pages=st.integers(10, 40),
+        num_workers=st.integers(1, 4),
+        max_rows=st.sampled_from([3, 8, 64]),
+        keep_prefixes=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, num_pages: int, num_workers: int, max_rows: int, keep_prefixes: bool) -> None:
+        self.context_length = min(num_pages * PAGE_TOKENS, 60)
+        self.model = FakeModel(b"ab\xc3\xa9c", end_every=12)
+        clock = FakeClock()
+        self.runner = FakeRunner(num_pages, clock, page_tokens=PAGE_TOKENS, model=self.model)
+        self.engine = Engine(
+            self.runner,
+            Cache(num_pages, page_tokens=PAGE_TOKENS, keep_prefixes=keep_prefixes),
+            fake_rules(context_length=self.context_length),
+            num_workers=num_workers,
+            limits=PaceLimits(min_rows=2, min_idle_rows=3, max_rows=max_rows),
+            clock=clock,
+        )
+        self.submits: dict[str, Submit] = {}
+        self.events: dict[str, list[Event]] = defaultdict(list)
+        self.answers: list[list[int]] = [[]]
+
+    @rule(
+        head=st.sampled_from([(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 9) * 4]),
+        tail=st.lists(st.integers(0, 3), min_size=1, max_size=14),
+        answer=st.integers(0, 50),
+        max_tokens=st.integers(1, 50),
+        seed=st.sampled_from([None, None, 1, 2]),
+        stop=st.sampled_from(STOPS),
+        ignore_eos=st.booleans(),
+        tenant=st.sampled_from(["", "", "other"]),
+    )
+    def submit(
+        self,
+        head: tuple[int, ...],
+        tail: list[int],
+        answer: int,
+        max_tokens: int,
+        seed: int | None,
+        stop: tuple[str, ...],
+        ignore_eos: bool,
+        tenant: str,
+    ) -> None:
+        run_id = f"run{len(self.submits)}"
+        history = self.answers[answer % len(self.answers)]
+        sampling = Sampling(temperature=0.0 if seed is None else 1.0, seed=seed)
+        self.submits[run_id] = fake_submit(
+            run_id,
+            [*head, *history, *tail],
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            tenant=tenant,
+            agent=f"agent{len(tail) % 3}",
+        )
+        self.engine.submit(self.submits[run_id])
+
+    @precondition(lambda self: self.submits)
+    @rule(index=st.integers(0, 100))
+    def cancel(self, index: int) -> None:
+        run_id = list(self.submits)[-1 - index % len(self.submits)]
+        self.engine.cancel(Cancel(run_id=run_id, attempt=1))
+
+    @rule(num_steps=st.integers(1, 12))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._step()
+
+    @rule(worker=st.integers(0, 3))
+    def step_with_a_faulty_row(self, worker: int) -> None:
+        self.runner.fault_of = lambda segment: "not a number" if segment.worker == worker else None
+        self._step()
+        self.runner.fault_of = lambda segment: None
+
+    @rule(lost=st.booleans())
+    def step_that_fails(self, lost: bool) -> None:
+        self.runner.fail_next = PoolsLost("gone") if lost else StepFailed("no")
+        self._step()
+        self.runner.fail_next = None
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(5000):
+            if not self.engine.has_work:
+                break
+            self._step()
+        assert not self.engine.has_work, "the engine does not come to an end"
+        counts = self.engine.stats()
+        assert (counts.num_running, counts.num_waiting, counts.num_live_pages) == (0, 0, 0)
+        for run_id, submit in self.submits.items():
+            self._check_run(submit, self.events[run_id])
+
+    def _step(self) -> None:
+        for told in self.engine.step():
+            self.events[told.run_id].append(told.event)
+            if isinstance(told.event, Finished):
+                self.answers.append(self._token_ids(self.events[told.run_id])[:20])
+        self.engine.check_integrity()
+
+    def _token_ids(self, events: list[Event]) -> list[int]:
+        return list(array("I", b"".join(event.token_ids for event in events if isinstance(event, Tokens))))
+
+    def _check_run(self, submit: Submit, events: list[Event]) -> None:
+        end = events[-1]
+        assert isinstance(end, Finished | Cancelled | Failed), "no terminal event"
+        assert sum(isinstance(event, Finished | Cancelled | Failed) for event in events) == 1
+        kinds = [type(event) for event in events[:-1]]
+        order = [Started, Progress, Tokens]
+        assert kinds == sorted(kinds, key=order.index) and kinds.count(Started) <= 1
+        sent = self._token_ids(events)
+        text = "".join(event.text for event in events if isinstance(event, Tokens))
+        assert end.usage.completion_tokens == len(sent)
+        if isinstance(end, Failed) and end.error == "context_exceeded":
+            assert len(submit.token_ids) // 4 >= self.context_length
+            return
+        expected, expected_text, reason = self._naive(submit)
+        if isinstance(end, Finished):
+            assert (sent, text, end.reason) == (expected, expected_text, reason), submit
+        else:
+            assert expected[: len(sent)] == sent
+            if isinstance(end, Failed):
+                assert end.error in ("row_fault", "step_failed")
+                assert expected_text.startswith(text), (expected_text, text)
+
+    def _naive(self, submit: Submit) -> tuple[list[int], str, str]:
+        num_tokens = min(submit.max_tokens, self.context_length - len(submit.token_ids) // 4)
+        generated = self.model.generate(submit, num_tokens)
+        if END_ID in generated and not submit.ignore_eos:
+            generated, reason = generated[: generated.index(END_ID)], "stop"
+        else:
+            reason = "length"
+        for end in range(len(generated) + 1):
+            certain = codecs.getincrementaldecoder("utf-8")("replace")
+            text = certain.decode(bytes(token_id for token_id in generated[:end] if token_id != END_ID))
+            found = [stop for stop in submit.stop if text.endswith(stop)]
+            if found:
+                return generated[:end], text[: -len(max(found, key=len))], "stop"
+        whole = bytes(token_id for token_id in generated if token_id != END_ID).decode(errors="replace")
+        return generated, whole, reason
+
+
+TestEngines = Engines.TestCase
