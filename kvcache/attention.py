@@ -111,8 +111,8 @@ class StepAttention:
             queries = queries.swapaxes(1, 2).reshape(read.streams, kv_heads, per_stream * per_kv, head_dim)
         partial = None
         for tile in read.tiles:
-            stored = self._pools.read(layer, tile.blocks)
-            tile_partial = self._attend_tile(queries, stored, tile.mask)
+            keys, values = self._pools.read(layer, tile.blocks)
+            tile_partial = self._attend_tile(queries, keys, values, tile.mask)
             partial = tile_partial if partial is None else _add(partial, tile_partial)
         assert partial is not None
         if per_stream == 1:
@@ -124,28 +124,26 @@ class StepAttention:
 
         return Partial(rows_first(partial.maximum), rows_first(partial.total), rows_first(partial.output))
 
-    def _attend_tile(self, queries: mx.array, stored: Stored, mask: mx.array | None) -> Partial:
+    def _attend_tile(self, queries: mx.array, keys: Stored, values: Stored, mask: mx.array | None) -> Partial:
         """queries [streams, kv_heads, rows, head_dim] over one tile of `Pools.read`."""
         row = self._pools.row
-        folds = stored.scale is not None and queries.shape[2] * row.num_groups <= row.head_dim
-        if not folds:
-            stored = _dequantise(stored, row.head_dim)
-        scores = self._scores(queries, stored)
+        if queries.shape[2] * row.num_groups > row.head_dim:
+            keys, values = _dequantise(keys, row.head_dim), _dequantise(values, row.head_dim)
+        scores = self._scores(queries, keys)
         if mask is not None:
             scores = scores + mask
         maximum = scores.max(axis=-1, keepdims=True)
         weights = mx.power(2.0, scores - maximum)
         total = weights.sum(axis=-1, keepdims=True)
-        return Partial(maximum, total, self._weighted_values(weights, stored))
+        return Partial(maximum, total, self._weighted_values(weights, values))
 
-    def _scores(self, queries: mx.array, stored: Stored) -> mx.array:
+    def _scores(self, queries: mx.array, keys: Stored) -> mx.array:
         """[streams, kv_heads, rows, tokens] in base 2."""
-        codes = stored.codes[0].swapaxes(-1, -2)
-        if stored.scale is None or stored.bias is None:
+        codes, scale, bias = keys.codes.swapaxes(-1, -2), keys.scale, keys.bias
+        if scale is None or bias is None:
             return queries @ codes
         row = self._pools.row
         padded = mx.pad(queries, [(0, 0)] * 3 + [(0, row.code_columns - row.head_dim)])
-        scale, bias = stored.scale[0], stored.bias[0]  # [streams, kv_heads, groups, tokens]
         if row.num_groups == 1:
             return (padded @ codes) * scale + queries.sum(axis=-1, keepdims=True) * bias
         grouped = padded[:, :, None] * self._group_columns[:, None, :]
@@ -154,17 +152,16 @@ class StepAttention:
         sums = grouped.sum(axis=-1, keepdims=True)
         return (raw * scale[..., None, :] + sums * bias[..., None, :]).sum(axis=2)
 
-    def _weighted_values(self, weights: mx.array, stored: Stored) -> mx.array:
+    def _weighted_values(self, weights: mx.array, values: Stored) -> mx.array:
         """[streams, kv_heads, rows, head_dim]: weights [streams, kv_heads, rows, tokens] times the values."""
-        row = self._pools.row
-        if stored.scale is None or stored.bias is None:
-            return weights @ stored.codes[1]
-        scale, bias = stored.scale[1], stored.bias[1]
+        row, scale, bias = self._pools.row, values.scale, values.bias
+        if scale is None or bias is None:
+            return weights @ values.codes
         biases = weights @ bias.swapaxes(-1, -2)  # [streams, kv_heads, rows, groups]
         if row.num_groups == 1:
-            return ((weights * scale) @ stored.codes[1])[..., : row.head_dim] + biases
+            return ((weights * scale) @ values.codes)[..., : row.head_dim] + biases
         scaled = weights[:, :, None] * scale[..., None, :]
-        raw = scaled.reshape(*weights.shape[:2], -1, weights.shape[-1]) @ stored.codes[1]
+        raw = scaled.reshape(*weights.shape[:2], -1, weights.shape[-1]) @ values.codes
         by_group = raw.reshape(*scaled.shape[:-1], -1) + biases.swapaxes(-1, -2)[..., None]
         return (by_group * self._group_columns[:, None, :]).sum(axis=2)[..., : row.head_dim]
 

@@ -61,13 +61,15 @@ class Pools:
         pool[places.pages, :, :, places.offsets] = rows
         self._layers[layer] = pool
 
-    def read(self, layer: int, blocks: mx.array) -> Stored:
-        """Rows of whole pages, lazy: blocks [..., pages] of `blocks_of` -> [..., pages * page_tokens, .]."""
+    def read(self, layer: int, blocks: mx.array) -> tuple[Stored, Stored]:
+        """K and V of whole pages; lazy. blocks: from `blocks_of`; both [streams, kv_heads, tokens, ...]."""
         pool = self._layers[layer]
         flat = pool.reshape(self.num_pages * 2 * self.num_kv_heads, self.page_tokens * self.row.width)
         rows = mx.take(flat, blocks, axis=0)
         tokens = blocks.shape[-1] * self.page_tokens
-        return self.row.unpack(rows.reshape(*blocks.shape[:-1], tokens, self.row.width))
+        # Splits and slices are views here; an index by a number would copy.
+        keys, values = mx.split(rows.reshape(*blocks.shape[:-1], tokens, self.row.width), 2)
+        return self.row.unpack(keys.squeeze(0)), self.row.unpack(values.squeeze(0))
 
     def blocks_of(self, pages: Sequence[Sequence[int]]) -> mx.array:
         """Page tables of equal length -> int32 [2 (K|V), streams, num_kv_heads, pages] for `read`."""

@@ -90,12 +90,11 @@ class Int8Rows:
         codes = rows.view(mx.uint8).astype(mx.float32)
         first = 2 * self.code_words
         affine = rows.view(mx.float16)
-        columns = [affine[..., first + column].astype(mx.float32) for column in range(2 * self.num_groups)]
-        return Stored(
-            codes=codes,
-            scale=mx.stack(columns[: self.num_groups], axis=-2),
-            bias=mx.stack(columns[self.num_groups :], axis=-2),
+        scale, bias = (
+            affine[..., begin : begin + self.num_groups].astype(mx.float32).swapaxes(-1, -2)
+            for begin in (first, first + self.num_groups)
         )
+        return Stored(codes, scale, bias)
 
 
 def row_format(bits: str, head_dim: int, compute_dtype: mx.Dtype) -> RowFormat:
