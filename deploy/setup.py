@@ -91,7 +91,8 @@ def set_up(*, with_model: bool) -> None:
     if stamp.get("environment") != environment_hash() or not PYTHON.exists():
         check_system()
         make_environment()
-        stamp = {"environment": environment_hash()}
+        stamp = {key: value for key, value in stamp.items() if value != "missing"}
+        stamp["environment"] = environment_hash()
         write_stamp(stamp)
     if "blas" not in stamp:
         stamp["blas"] = install_blas()
@@ -368,7 +369,8 @@ def run(title: str, command: list[str]) -> str:
             raise
     output = LOG.read_bytes()[begin:].decode("utf-8", "replace").strip().splitlines()
     if code != 0:
-        raise StepFailed("\n".join([f"{title} failed. The end of {LOG}:", *output[-8:]]))
+        hint = "The first set-up needs a network."
+        raise StepFailed("\n".join([f"{title} failed. {hint} The end of {LOG}:", *output[-8:]]))
     return output[-1] if output else ""
 
 
