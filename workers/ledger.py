@@ -143,9 +143,10 @@ def plan_memory(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> 
 
 def choose_weights(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> HeldWeights:
     """For a machine that computes fastest in fp32: fp32 where the context then fits whole, else native."""
-    wanted = dataclasses.replace(
-        request, weights="fp32", context=min(request.context or shape.context_length, shape.context_length)
-    )
+    context = min(request.context or shape.context_length, shape.context_length)
+    if request.pool_tokens is not None:
+        context = min(context, _whole_pages(request.pool_tokens))
+    wanted = dataclasses.replace(request, weights="fp32", context=context)
     return "native" if _plan(shape, wanted, limit_bytes) is None else "fp32"
 
 

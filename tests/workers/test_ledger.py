@@ -126,6 +126,7 @@ def test_the_named_remedy_does_fit(kind: str) -> None:
 def test_fp32_is_chosen_only_where_the_whole_context_still_fits() -> None:
     assert choose_weights(SHAPE, MemoryRequest(), 8 * GIBIBYTE) == "fp32"
     assert choose_weights(SHAPE, MemoryRequest(), TIGHT) == "native"
+    assert choose_weights(SHAPE, MemoryRequest(pool_tokens=2048), 8 * GIBIBYTE) == "fp32"
 
 
 def test_lines_show_each_item_and_the_sum() -> None:
