@@ -143,16 +143,18 @@ class Prompts:
         self._knows_developer = "developer" in bundle.chat_template
         self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
 
-    async def encode(self, conversation: Conversation, *, max_tokens: int) -> EncodedPrompt:
+    async def encode(
+        self, conversation: Conversation, *, max_tokens: int, scope: bytes = b""
+    ) -> EncodedPrompt:
         """The prompt's ids. Raises InvalidField when the template refuses the messages, or when the text is
-        so long that more than `max_tokens` are certain without encoding it.
+        so long that more than `max_tokens` are certain without encoding it. `scope`: see `learn`.
         """
         if sum(map(len, _strings(conversation))) > INLINE_RENDER_CHARS:
             rendered = await asyncio.to_thread(self.render, conversation)
         else:
             rendered = self.render(conversation)
         self.tokenizer.check_length(rendered.text, max_tokens, "messages")
-        token_ids = await self.tokenizer.encode_prompt(rendered.text, rendered.marks)
+        token_ids = await self.tokenizer.encode_prompt(rendered.text, rendered.marks, scope=scope)
         return EncodedPrompt(token_ids, self._answer_prefix(rendered.text))
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -168,9 +170,9 @@ class Prompts:
             conversation = self._mark(conversation, marks)
         return Rendered(self._fill(conversation), marks)
 
-    def learn(self, answer_prefix: str, token_ids: Sequence[int], text: str) -> None:
-        """An answer that this model wrote is encoded as it wrote it when it comes back as history."""
-        self.tokenizer.learn(answer_prefix, token_ids, text)
+    def learn(self, answer_prefix: str, token_ids: Sequence[int], text: str, *, scope: bytes = b"") -> None:
+        """An answer is encoded as the model wrote it when it comes back as history in the same scope."""
+        self.tokenizer.learn(answer_prefix, token_ids, text, scope=scope)
 
     def _fill(self, conversation: Conversation) -> str:
         assert self._template is not None

@@ -5,6 +5,7 @@ The only validation that depends on a model. Knows no HTTP beyond the names of i
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +42,12 @@ class Caller:
     tenant: str = ""
     agent: str = ""
 
+    @property
+    def scope(self) -> bytes:
+        """What this agent's turns produced is spliced into its own prompts only."""
+        names = f"{self.tenant}\0{self.agent}".encode()
+        return hashlib.blake2b(names, digest_size=8).digest()
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -49,11 +56,12 @@ class Prepared:
     order: Order
     prompts: Prompts
     answer_prefix: str = ""
+    scope: bytes = b""
 
     def learn(self, answer: Answer) -> None:
         """The agent's next prompt holds this answer as text: its ids shall be those in the cache."""
         if isinstance(answer.turn_end, Finished):
-            self.prompts.learn(self.answer_prefix, answer.token_ids, answer.text)
+            self.prompts.learn(self.answer_prefix, answer.token_ids, answer.text, scope=self.scope)
 
 
 def caller_of(headers: Mapping[str, str], user: str | None, tenant: str) -> Caller:
@@ -83,7 +91,7 @@ async def prepare_chat(
     messages = [_template_message(index, message) for index, message in enumerate(request.raw_messages)]
     prompts = await library.get(engine.info.digest, engine.tokenizer)
     conversation = Conversation(messages, request.raw_tools or None, request.chat_template_kwargs)
-    prompt = await prompts.encode(conversation, max_tokens=engine.info.context_length)
+    prompt = await prompts.encode(conversation, max_tokens=engine.info.context_length, scope=caller.scope)
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     shape = AnswerShape(
         endpoint="chat",
@@ -93,7 +101,7 @@ async def prepare_chat(
         tenant=caller.tenant,
     )
     order = _order(request, caller, engine, prompt.token_ids, top_logprobs, shape)
-    return Prepared(order, prompts, prompt.answer_prefix)
+    return Prepared(order, prompts, prompt.answer_prefix, caller.scope)
 
 
 async def prepare_completion(

@@ -105,13 +105,16 @@ class PromptTokenizer:
         self._bos_id: int | None = self._whole.token_to_id(bos) if bos else None
         self.by_span = self._spans_agree(added, has_normalizer=config.get("normalizer") is not None)
 
-    async def encode_prompt(self, rendered: str, marks: Marks | None) -> bytes:
-        """Token ids of a rendered template; marked literals become ordinary text, never control tokens."""
+    async def encode_prompt(self, rendered: str, marks: Marks | None, *, scope: bytes = b"") -> bytes:
+        """Token ids of a rendered template; marked literals become ordinary text, never control tokens.
+
+        `scope` names whose learned answers are used.
+        """
         if len(rendered) > 16 * INLINE_CHARS:
             spans = await asyncio.to_thread(self.split, rendered, marks)
         else:
             spans = self.split(rendered, marks)
-        return await self._encode_spans(spans)
+        return await self._encode_spans(spans, scope)
 
     async def encode_raw(self, text: str, *, max_tokens: int) -> bytes:
         """Token ids of a caller's own rendering: its control literals are control tokens."""
@@ -136,8 +139,8 @@ class PromptTokenizer:
         text: str = self._whole.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    def learn(self, prefix: str, token_ids: Sequence[int], text: str) -> None:
-        """Take ids that the model wrote as the encoding of `prefix + text` from now on.
+    def learn(self, prefix: str, token_ids: Sequence[int], text: str, *, scope: bytes) -> None:
+        """Takes ids that the model wrote as this scope's encoding of `prefix + text` from now on.
 
         Does nothing unless some head of the ids reads exactly `text`, or where spans cannot stand alone.
         """
@@ -145,7 +148,7 @@ class PromptTokenizer:
         if kept is None or self.control.hard_pattern.search(text):
             return
         head = _run(self._plain, prefix) if prefix else b""
-        self._cache.put(_key(Span(prefix + text)), head + _pack(kept))
+        self._cache.put(_key(Span(prefix + text)) + scope, head + _pack(kept))
 
     def _head_that_reads(self, token_ids: Sequence[int], text: str) -> Sequence[int] | None:
         for end in range(len(token_ids), max(0, len(token_ids) - 8), -1):
@@ -190,14 +193,14 @@ class PromptTokenizer:
             spans.append(Span(text[position:]))
         return spans
 
-    async def _encode_spans(self, spans: Sequence[Span]) -> bytes:
+    async def _encode_spans(self, spans: Sequence[Span], scope: bytes) -> bytes:
         keys = [_key(span) if span.control_id is None else b"" for span in spans]
         encoded: dict[bytes, bytes] = {}
         missing: dict[bytes, Span] = {}
         for span, key in zip(spans, keys, strict=True):
             if not key or key in encoded:
                 continue
-            known = self._cache.get(key)
+            known = self._cache.get(key + scope) or self._cache.get(key)
             if known is None:
                 missing[key] = span
             else:

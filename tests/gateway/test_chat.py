@@ -225,3 +225,9 @@ async def test_an_answer_comes_back_as_its_own_token_ids(gateway: Gateway) -> No
     first = gateway.runs.last.order.token_ids
     await gateway.post({"messages": [question, {"role": "assistant", "content": "fox"}, question]})
     assert gateway.runs.last.order.token_ids.startswith(first + clumsy.tobytes())
+    other = {
+        "messages": [question, {"role": "assistant", "content": "fox"}, question],
+        "user": "another agent",
+    }
+    await gateway.post(other)
+    assert not gateway.runs.last.order.token_ids.startswith(first + clumsy.tobytes())
