@@ -38,20 +38,23 @@ async def tell_errors(request: web.Request, handler: Handler) -> web.StreamRespo
         return await _tell(request, error)
     except web.HTTPException as answer:
         return await _tell(request, _from_http(request, answer))
-    except Exception as error:
-        if isinstance(error, ConnectionError) and (
-            request.transport is None or request.transport.is_closing()
-        ):
-            raise  # the client left: there is nobody to tell
+    except web.RequestPayloadError:
+        message = "The body does not have the length or encoding that its headers tell."
+        return await _tell(request, GatewayError("invalid_json", message))
+    except Exception as error:  # the border of one request
+        has_left = request.transport is None or request.transport.is_closing()
+        if has_left and isinstance(error, ConnectionError):
+            raise  # there is nobody to tell
         return await _tell(request, _incident(request, error))
 
 
 @web.middleware
 async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Only known names: a page that rebinds its own name to this machine is turned away."""
+    """Only known names and the address that was called: a page that rebinds its name to it is turned away."""
     allowed = {name.lower() for name in request.app[STATE].settings.allowed_hosts}
+    allowed |= LOOPBACK_NAMES | {_end_address(request, "sockname")}
     hosts = request.headers.getall("Host", [])
-    if len(hosts) != 1 or host_name(hosts[0]) not in LOOPBACK_NAMES | allowed:
+    if len(hosts) != 1 or not host_name(hosts[0]) or host_name(hosts[0]) not in allowed:
         raise GatewayError(
             "host_not_allowed",
             "The Host header names no host that this server answers for: use its loopback address, "
@@ -116,13 +119,18 @@ def is_local(request: web.Request) -> bool:
     forwarded = any(name in request.headers for name in FORWARDED_HEADERS)
     if forwarded or any(name.lower().startswith("x-forwarded-") for name in request.headers):
         return False
-    peer: Any = request.transport.get_extra_info("peername") if request.transport is not None else None
     try:
-        address = ipaddress.ip_address(peer[0])
-    except (TypeError, IndexError, ValueError):
+        peer = ipaddress.ip_address(_end_address(request, "peername"))
+    except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback and host_name(request.headers.get("Host", "")) in LOOPBACK_NAMES
+    return peer.is_loopback and host_name(request.headers.get("Host", "")) in LOOPBACK_NAMES
+
+
+def _end_address(request: web.Request, end: str) -> str:
+    """The IP address of one end of the connection, IPv4 in its own form; empty where there is none."""
+    name: Any = request.transport.get_extra_info(end) if request.transport is not None else None
+    address = str(name[0]) if isinstance(name, tuple) else ""
+    return address.removeprefix("::ffff:")
 
 
 def _token(request: web.Request) -> Token | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
@@ -21,6 +22,17 @@ async def test_an_unknown_host_is_turned_away_first(start: Start) -> None:
         assert status == expected, (host, body)
     status, _ = await gateway.post(b"{}", headers={"Host": "evil.example", **JSON})
     assert status == 421
+
+
+async def test_the_address_that_was_called_is_a_known_host_but_not_a_local_one(start: Start) -> None:
+    gateway = await start(host="0.0.0.0")
+    port = gateway.url.rsplit(":", 1)[1]
+    for address in ("127.0.0.1", "127.1.2.3"):
+        expected = 200 if address == "127.0.0.1" else 401
+        async with gateway.http.get(f"http://{address}:{port}/v1/models") as response:
+            assert response.status == expected
+    async with gateway.http.get(f"http://127.0.0.1:{port}/ready", headers={"Host": "10.0.0.1"}) as response:
+        assert response.status == 421
 
 
 @pytest.mark.parametrize("header", ["X-Forwarded-For", "x-forwarded-proto", "Forwarded", "X-Real-IP", "Via"])
@@ -86,3 +98,35 @@ async def test_every_answer_has_a_request_id(gateway: Gateway) -> None:
     ) as response:
         assert response.headers["x-request-id"] == "mine-1"
         assert response.headers["x-tetrarch-run"] in gateway.runs.runs
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost",
+        b"GET /v1/models/\xc3\x28%ff HTTP/1.1\r\nHost: localhost",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: localhost",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key: \xff\xfe\r\nx-agent: \xff",
+        b"GET http://evil.example/v1/models HTTP/1.1\r\nHost: localhost",
+        b"GET /v1/models HTTP/1.1",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Encoding: gzip\r\nContent-Length: 3",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json;\r\n"
+        b"Content-Length: 0",
+        b"BREW /v1/completions HTTP/1.1\r\nHost: localhost",
+        b"GET /v1/chat/completions/run-%00 HTTP/1.1\r\nHost: localhost\r\nLast-Event-ID: 1-1",
+        b"\x00\x01\x02",
+    ],
+)
+async def test_odd_requests_get_a_4xx_and_no_incident(
+    gateway: Gateway, head: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head + b"\r\nConnection: close\r\n\r\nabc")
+    answer = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    status = int(answer.split()[1])
+    assert status == 200 or 400 <= status < 500, answer
+    output = capsys.readouterr()
+    assert "incident" not in output.out + output.err
