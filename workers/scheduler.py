@@ -16,13 +16,9 @@ from .counters import Counters, EngineCounts
 from .errors import IntegrityError
 from .messages import Cancel, Cancelled, Event, Failed, Finished, Progress, Started, TurnEnd
 from .pace import Pace
+from .places import Places
 from .plan import Segment, SegmentResult, StepPlan, StepResult
 from .turn import Turn, TurnEvent
-
-HEADROOM_TOKENS = 64
-"""A prefill starts only where its prompt and this much of its answer have pages."""
-_MAX_AGENTS = 4096
-"""Agents whose last worker is remembered."""
 
 
 class Scheduler:
@@ -36,8 +32,7 @@ class Scheduler:
         self._waiting: deque[Turn] = deque()
         self._running: dict[int, Turn] = {}  # by worker
         self._prefilling: Turn | None = None  # one of the running
-        self._free_workers = list(range(num_workers))  # least recently used first
-        self._last_workers: dict[tuple[str, str], int] = {}  # by tenant and agent
+        self._places = Places(num_workers)
         self._is_short = False  # the first in line found no pages and nobody has given any back since
         self._num_received = 0
         self._events: list[TurnEvent] = []
@@ -85,12 +80,14 @@ class Scheduler:
         if self._prefilling is None:
             copy = self._start_next(now)
         segments = [
-            self._decode_segment(turn)
+            _segment(turn, turn.num_tokens)
             for _, turn in sorted(self._running.items())
             if turn is not self._prefilling
         ]
         if self._prefilling is not None:
-            segments.append(self._prefill_segment(self._prefilling, len(segments)))
+            num_rows = self._pace.chunk_rows(num_decoding=len(segments))
+            end = _chunk_end(self._prefilling, num_rows, self._cache.page_tokens)
+            segments.append(_segment(self._prefilling, end))
         return StepPlan((copy,) if copy else (), tuple(segments)) if segments else None
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
@@ -139,7 +136,7 @@ class Scheduler:
         """Pages for each decoding turn's next row, the oldest first; the newest gives way where they lack.
 
         Even the only turn gives way to itself: that releases pages that it held twice, and it starts again
-        with HEADROOM_TOKENS of room.
+        with room for at least one more token.
         """
         for turn in sorted(self._running.values(), key=lambda turn: turn.number):
             if turn is self._prefilling:
@@ -156,11 +153,11 @@ class Scheduler:
 
     def _start_next(self, now: float) -> PageCopy | None:
         """Give the first in line a worker and pages, if both can be had."""
-        if not self._waiting or not self._free_workers or (self._is_short and self._running):
+        if not self._waiting or not self._places.num_free or (self._is_short and self._running):
             return None
         turn = self._waiting[0]
         with self._isolated(turn, "planning_failed", now):
-            opening = self._open(turn)
+            opening = _open(self._cache, turn)
             if opening is not None:
                 self._start(turn, opening, now)
                 return opening.copy
@@ -171,29 +168,11 @@ class Scheduler:
             self._is_short = True
         return None
 
-    def _open(self, turn: Turn) -> Opening | None:
-        """A path with pages for all tokens so far and some headroom; None where there are too few."""
-        tokens = turn.tokens(0, turn.num_tokens)
-        num_wanted = len(tokens) + min(turn.max_tokens - len(turn.generated), HEADROOM_TOKENS)
-        opening = self._cache.open(turn.namespace, tokens, max_match=len(tokens) - 1)
-        if self._cache.reserve(opening.path, num_wanted):
-            return opening
-        self._cache.close(opening.path, keep=False)
-        if opening.copy is None:
-            return None
-        # The copied page's source was locked too. Whole pages alone may just fit.
-        num_whole = opening.path.num_cached - opening.copy.num_tokens
-        opening = self._cache.open(turn.namespace, tokens, max_match=num_whole)
-        if self._cache.reserve(opening.path, num_wanted):
-            return opening
-        self._cache.close(opening.path, keep=False)
-        return None
-
     def _start(self, turn: Turn, opening: Opening, now: float) -> None:
         self._waiting.popleft()
         self._is_short = False
         turn.path = opening.path
-        turn.worker = self._take_worker(turn.agent)
+        turn.worker = self._places.take(turn.tenant, turn.agent)
         self._running[turn.worker] = turn
         self._prefilling = turn
         if turn.started_at is None:
@@ -201,37 +180,6 @@ class Scheduler:
             turn.cached_tokens = opening.path.num_cached
             self.counters.prompt_tokens_cached += turn.cached_tokens
             self._tell(turn, Started(worker=turn.worker, cached_tokens=turn.cached_tokens))
-
-    def _take_worker(self, agent: tuple[str, str]) -> int:
-        """The agent's last worker if that is free, else the one that has been free for longest."""
-        last = self._last_workers.pop(agent, None)
-        worker = last if last is not None and last in self._free_workers else self._free_workers[0]
-        self._free_workers.remove(worker)
-        if agent[1]:
-            self._last_workers[agent] = worker
-            if len(self._last_workers) > _MAX_AGENTS:
-                del self._last_workers[next(iter(self._last_workers))]
-        return worker
-
-    def _decode_segment(self, turn: Turn) -> Segment:
-        return self._segment(turn, turn.num_tokens)
-
-    def _prefill_segment(self, turn: Turn, num_decoding: int) -> Segment:
-        """As many rows as the pace allows; chunks end on page borders where that costs little."""
-        assert turn.path is not None
-        start, total = turn.path.num_tokens, turn.num_tokens
-        rows = self._pace.chunk_rows(num_decoding)
-        end = start + rows
-        if end >= total:
-            return self._segment(turn, total)
-        border = end - end % self._cache.page_tokens
-        return self._segment(turn, border if border - start >= rows // 2 else end)
-
-    def _segment(self, turn: Turn, end: int) -> Segment:
-        assert turn.path is not None and turn.worker is not None
-        start = turn.path.num_tokens
-        row = turn.row_sampling() if end == turn.num_tokens else None
-        return Segment(turn.worker, start, turn.tokens(start, end), turn.path.pages, row)
 
     def _commit_segment(self, turn: Turn, segment: Segment, outcome: SegmentResult, now: float) -> None:
         assert turn.path is not None
@@ -319,13 +267,51 @@ class Scheduler:
             self._prefilling = None
         if turn.worker is not None and self._running.get(turn.worker) is turn:
             del self._running[turn.worker]
-            self._free_workers.append(turn.worker)
+            self._places.give_back(turn.worker)
         if turn.path is not None:
             self._cache.close(turn.path, keep=keep)
             turn.path = None
 
     def _tell(self, turn: Turn, event: Event) -> None:
         self._events.append(TurnEvent(turn.run_id, turn.attempt, event))
+
+
+def _open(cache: Cache, turn: Turn) -> Opening | None:
+    """A path with pages for all tokens so far and a page's worth more; None where there are too few."""
+    tokens = turn.tokens(0, turn.num_tokens)
+    num_wanted = len(tokens) + min(turn.max_tokens - len(turn.generated), cache.page_tokens)
+    opening = cache.open(turn.namespace, tokens, max_match=len(tokens) - 1)
+    if cache.reserve(opening.path, num_wanted):
+        return opening
+    cache.close(opening.path, keep=False)
+    if opening.copy is None:
+        return None
+    # The copied page's source was locked too. Whole pages alone may just fit.
+    num_whole = opening.path.num_cached - opening.copy.num_tokens
+    opening = cache.open(turn.namespace, tokens, max_match=num_whole)
+    if cache.reserve(opening.path, num_wanted):
+        return opening
+    cache.close(opening.path, keep=False)
+    return None
+
+
+def _chunk_end(turn: Turn, num_rows: int, page_tokens: int) -> int:
+    """Where a prefill chunk of about `num_rows` ends: on a page border where that costs little."""
+    assert turn.path is not None
+    start = turn.path.num_tokens
+    end = start + num_rows
+    if end >= turn.num_tokens:
+        return turn.num_tokens
+    border = end - end % page_tokens
+    return border if border - start >= num_rows // 2 else end
+
+
+def _segment(turn: Turn, end: int) -> Segment:
+    """The turn's rows up to `end`; the last of all its tokens samples the next one."""
+    assert turn.path is not None and turn.worker is not None
+    start = turn.path.num_tokens
+    row = turn.row_sampling() if end == turn.num_tokens else None
+    return Segment(turn.worker, start, turn.tokens(start, end), turn.path.pages, row)
 
 
 def _brief(error: Exception) -> str:

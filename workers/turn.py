@@ -67,7 +67,8 @@ class Turn:
 
     run_id: str
     attempt: int
-    agent: tuple[str, str]  # tenant and agent; an empty agent is nobody
+    tenant: str
+    agent: str  # "": nobody in particular
     namespace: bytes
     prompt: array[int]
     max_tokens: int
@@ -166,7 +167,8 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
     return Turn(
         run_id=submit.run_id,
         attempt=submit.attempt,
-        agent=(submit.tenant, submit.agent),
+        tenant=submit.tenant,
+        agent=submit.agent,
         namespace=hashlib.sha256(rules.namespace + submit.tenant.encode()).digest(),
         prompt=prompt,
         max_tokens=min(submit.max_tokens, rules.context_length - len(prompt)),
