@@ -163,6 +163,9 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
     prompt = _check_prompt(submit, rules)
     if submit.max_tokens < 1:
         raise TurnRefused("invalid_request", f"max_tokens is {submit.max_tokens}: use 1 or more")
+    for token_id in submit.sampling.logit_bias:
+        if not 0 <= token_id < rules.vocab_size:
+            raise TurnRefused("invalid_request", f"logit_bias: no token {token_id} below {rules.vocab_size}")
     seed = submit.sampling.seed
     return Turn(
         run_id=submit.run_id,

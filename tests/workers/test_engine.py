@@ -267,6 +267,7 @@ CUT = msgspec.structs.replace(fake_submit("one", [1]), token_ids=b"12345")
         (fake_submit("one", []), "invalid_request"),
         (fake_submit("one", [1, 257]), "invalid_request"),
         (fake_submit("one", [1], max_tokens=0), "invalid_request"),
+        (fake_submit("one", [1], sampling=Sampling(logit_bias={257: 1.0})), "invalid_request"),
         (CUT, "invalid_request"),
         (NEWER, "upgrade_engine"),
     ],
