@@ -145,15 +145,17 @@ class EngineLoop:
     def _why_not_ready(self, age: float) -> str:
         if self._stopping.is_set():
             return "stopping"
-        predicted = self._engine.step_predicted_seconds
-        if predicted is None:
-            limit = STUCK_UNPREDICTED_SECONDS
-        else:
-            limit = max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * predicted)
-        if age <= limit:
-            return ""
-        expected = "unknown" if predicted is None else f"{predicted:.2f} s"
-        return f"a step runs for {age:.0f} s, expected {expected}"
+        return why_stuck(age, self._engine.step_predicted_seconds)
+
+
+def why_stuck(age_seconds: float, predicted_seconds: float | None) -> str:
+    """Why an engine with such a step in flight is not ready; empty: it is."""
+    if predicted_seconds is None:
+        limit, expected = STUCK_UNPREDICTED_SECONDS, "unknown"
+    else:
+        limit = max(STUCK_FLOOR_SECONDS, STUCK_FACTOR * predicted_seconds)
+        expected = f"{predicted_seconds:.2f} s"
+    return f"a step runs for {age_seconds:.0f} s, expected {expected}" if age_seconds > limit else ""
 
 
 def _age(started_at: float | None) -> float:
