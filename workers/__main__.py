@@ -21,7 +21,7 @@ from .settings import EngineSettings, load_settings
 
 ENGINE_EXAMPLES = """\
 examples:
-  tetrarch engine --redis-url unix:///tmp/bus.sock
+  tetrarch engine --redis-url unix:///run/bus.sock
   tetrarch engine --model mlx-community/Qwen3-0.6B-4bit --workers 2 --context 16384
   tetrarch engine --kv-bits native --no-prefix-cache --settings tetrarch.toml
   TETRARCH_ENGINE_WORKERS=8 tetrarch engine --engine-id upstairs
@@ -89,9 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     _add_verb(verbs, "engine", _engine, "run one engine on a bus", ENGINE_EXAMPLES)
     _add_verb(verbs, "model-fetch", _fetch, "bring a model to this disk and check it", FETCH_EXAMPLES)
-    _add_verb(
-        verbs, "doctor", _doctor, "show this machine, its BLAS, and what fits in its memory", DOCTOR_EXAMPLES
-    )
+    _add_verb(verbs, "doctor", _doctor, "say what this machine is and what fits on it", DOCTOR_EXAMPLES)
     return parser
 
 

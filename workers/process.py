@@ -30,7 +30,7 @@ from .turn import TurnRules
 if TYPE_CHECKING:
     from .model import Loaded
 
-STOP_PATIENCE_SECONDS = 15.0
+STOP_PATIENCE_SECONDS = 10.0
 """A step in flight ends well before; one that does not is left with exit code 1."""
 
 CPU_CHUNK_SECONDS = 0.12
@@ -48,11 +48,11 @@ def run_engine(settings: EngineSettings, load: Loader | None = None) -> int:
     """
     if settings.redis_url is None:
         raise SettingsError("no bus: give --redis-url or TETRARCH_REDIS_URL, or use `tetrarch serve`")
+    check_bus(settings.redis_url)  # loading a model for nothing takes long
     watch = StopWatch()
     descriptor = supervisor_descriptor()
     if descriptor is not None:
         watch.watch_supervisor(descriptor)
-    check_bus(settings.redis_url)  # loading a model for nothing takes long
     parts = (load or load_parts)(settings)
     loop = EngineLoop(parts, settings.redis_url)
     watch.arm(loop.stop, patience_seconds=STOP_PATIENCE_SECONDS)

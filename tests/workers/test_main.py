@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from workers.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def _quiet_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No settings from the shell, and logging as it was."""
+    for name in ("TETRARCH_MODEL", "TETRARCH_REDIS_URL", "TETRARCH_ENGINE_ID", "TETRARCH_SETTINGS"):
+        monkeypatch.delenv(name, raising=False)
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(arguments)
+    error = capsys.readouterr().err
+    assert error.startswith("tetrarch: ")
+    assert error.count("\n") == 1
+    return code, error
+
+
+def test_a_bad_setting_is_one_line_and_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "engine", "--workers", "99") == (
+        2,
+        "tetrarch: --workers = '99': give an integer from 1 to 16\n",
+    )
+
+
+def test_an_engine_without_a_bus_is_told_where_to_get_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = refusal(capsys, "engine")
+    assert code == 2
+    assert "tetrarch serve" in error
+
+
+def test_a_bus_that_does_not_answer_is_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, error = refusal(capsys, "engine", "--redis-url", f"unix://{tmp_path}/none.sock")
+    assert code == 1
+    assert "is it running" in error
+
+
+def test_a_bus_url_that_cannot_be_read_shows_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = refusal(capsys, "engine", "--redis-url", "redis://:secret@host:port")
+    assert code == 1
+    assert "secret" not in error
+
+
+def test_a_model_that_is_not_there_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = refusal(capsys, "model-fetch", "--model", "./no such folder")
+    assert code == 2
+    assert "no such folder" in error
+
+
+def test_a_missing_settings_file_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = refusal(capsys, "doctor", "--settings", "absent.toml")
+    assert code == 2
+    assert "absent.toml" in error
+
+
+@pytest.mark.parametrize("verb", ["engine", "model-fetch", "doctor"])
+def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main([verb, "--help"])
+    assert leaving.value.code == 0
+    assert f"examples:\n  tetrarch {verb.replace('-', ' ')}" in capsys.readouterr().out
+
+
+def test_doctor_reports_a_model_that_cannot_be_used_in_a_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["doctor", "--model", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "machine " in output
+    assert str(tmp_path) in output
