@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import aiohttp
 
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     options, serve_arguments = parser.parse_known_args(arguments)
     try:
         return asyncio.run(_demo(options.output, serve_arguments, environ, sys.stdout))
-    except (DemoFailed, CallFailed) as failure:
-        sys.stderr.write(f"demo: {failure}\n")
+    except (DemoFailed, CallFailed, aiohttp.ClientError, TimeoutError) as failure:
+        sys.stderr.write(f"demo: {failure or type(failure).__name__}\n")
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stderr.write("demo: stopped before its end\n")
@@ -79,7 +79,8 @@ async def _demo(
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     progress = Progress(stdout, num_calls=len(agents()) * NUM_ROUNDS)
     try:
-        async with serving([*SERVE, *serve_arguments], environ, progress) as server:
+        log = output.with_suffix(".log")
+        async with serving([*SERVE, *serve_arguments], environ, log, progress) as server:
             figures = await run(server, progress)
     finally:
         progress.close()
@@ -94,7 +95,7 @@ async def _demo(
 async def run(server: Server, progress: Progress) -> Report:
     """The session against a ready server, then its figures. Raises CallFailed."""
     async with aiohttp.ClientSession(f"{server.url}/") as session:
-        model = (await get_json(session, "v1/models"))["data"][0]["id"]
+        model = await _first_model(session)
         progress.say(
             f"{len(agents())} agents, {NUM_ROUNDS} rounds, {NUM_IN_FLIGHT} calls at a time; model {model}"
         )
@@ -104,6 +105,13 @@ async def run(server: Server, progress: Progress) -> Report:
         kv = read_kv(await get_json(session, "health"))
         metrics = await get_text(session, "metrics")
     return report(model, results, metrics, kv, start_seconds=server.start_seconds, wall_seconds=wall_seconds)
+
+
+async def _first_model(session: aiohttp.ClientSession) -> str:
+    models = (await get_json(session, "v1/models")).get("data")
+    if not models:
+        raise CallFailed("GET v1/models names no model")
+    return str(models[0]["id"])
 
 
 def read_kv(health: Mapping[str, Any]) -> KV:
@@ -120,17 +128,19 @@ def _write(figures: Report, output: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(
-    command: Sequence[str], environ: Mapping[str, str], progress: Progress
+    command: Sequence[str], environ: Mapping[str, str], log: Path, progress: Progress
 ) -> AsyncIterator[Server]:
-    """Run `command --port N` in a temporary home until the block ends. Raises DemoFailed: never ready."""
+    """Run `command --port N` in a temporary home until the block ends; what it prints goes to `log`.
+
+    Raises DemoFailed when it is never ready or ends before the block does.
+    """
     with tempfile.TemporaryDirectory(prefix="tetrarch-demo-", ignore_cleanup_errors=True) as home:
-        log = Path(home) / "serve.log"
         port = _free_port()
         environment = {name: value for name, value in environ.items() if name not in PRIVATE}
         environment["TETRARCH_HOME"] = home
         started = time.monotonic()
         progress.say("starting bus, engine and gateway ...")
-        with log.open("wb") as log_file:
+        with _open(log) as log_file:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 "--port",
@@ -145,6 +155,11 @@ async def serving(
             url = f"http://127.0.0.1:{port}"
             await _until_ready(url, process, log)
             yield Server(url, time.monotonic() - started)
+        except (CallFailed, aiohttp.ClientError) as failure:
+            with contextlib.suppress(TimeoutError):  # a dead server's sockets break before it is reaped
+                await asyncio.wait_for(process.wait(), 1)
+                raise DemoFailed(_ended(process, log)) from failure
+            raise
         finally:
             progress.say("stopping what was started ...")
             if not await _stop(process):
@@ -156,13 +171,13 @@ async def _until_ready(url: str, process: asyncio.subprocess.Process, log: Path)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while time.monotonic() < deadline:
             if process.returncode is not None:
-                raise DemoFailed(f"the server ended with code {process.returncode}:\n{_tail(log)}")
+                raise DemoFailed(_ended(process, log))
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with session.get(f"{url}/ready") as response:
                     if response.status == 200:
                         return
             await asyncio.sleep(_POLL_SECONDS)
-    raise DemoFailed(f"the server was not ready after {START_SECONDS:.0f} s:\n{_tail(log)}")
+    raise DemoFailed(f"the server was not ready after {START_SECONDS:.0f} s; the end of {log}:\n{_tail(log)}")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> bool:
@@ -176,6 +191,15 @@ async def _stop(process: asyncio.subprocess.Process) -> bool:
         await process.wait()
         return False
     return True
+
+
+def _open(log: Path) -> BinaryIO:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("wb")
+
+
+def _ended(process: asyncio.subprocess.Process, log: Path) -> str:
+    return f"the server ended with code {process.returncode}; the end of {log}:\n{_tail(log)}"
 
 
 def _tail(log: Path) -> str:

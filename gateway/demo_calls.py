@@ -50,9 +50,15 @@ async def run_session(base_url: str, model: str, progress: Progress) -> list[Cal
     return results
 
 
-async def get_json(session: aiohttp.ClientSession, path: str) -> Any:
-    """The JSON at a path. Raises CallFailed."""
-    return json.loads(await get_text(session, path))
+async def get_json(session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
+    """The JSON object at a path. Raises CallFailed."""
+    try:
+        found = json.loads(await get_text(session, path))
+    except ValueError as error:
+        raise CallFailed(f"GET {path} did not answer JSON") from error
+    if not isinstance(found, dict):
+        raise CallFailed(f"GET {path} did not answer an object")
+    return found
 
 
 async def get_text(session: aiohttp.ClientSession, path: str) -> str:

@@ -6,6 +6,8 @@ import asyncio
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -210,30 +212,71 @@ def test_a_terminal_shows_the_live_answer_and_is_left_clean() -> None:
 
 SERVER = """
 import http.server, os, pathlib, signal, sys
-home = pathlib.Path(os.environ["TETRARCH_HOME"])
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if sys.argv[2] == "dies" and self.path != "/ready":
+            os._exit(7)
         self.send_response(200); self.end_headers()
+        if sys.argv[2] == "hangs" and self.path != "/ready":
+            signal.pause()
 def stop(*_):
-    pathlib.Path(sys.argv[1]).write_text(str(home)); sys.exit(0)
+    pathlib.Path(sys.argv[1]).write_text(os.environ["TETRARCH_HOME"]); sys.exit(0)
 signal.signal(signal.SIGINT, stop)
-print(os.environ.get("TETRARCH_REDIS_URL"), flush=True)
+print("bus:", os.environ.get("TETRARCH_REDIS_URL"), flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Ready).serve_forever()
 """
 
 
-async def test_the_server_gets_a_home_of_its_own_and_is_stopped_in_order(tmp_path: Path) -> None:
-    progress = Progress(io.StringIO(), 1)
-    command = [sys.executable, "-c", SERVER, str(tmp_path / "stopped")]
-    async with demo.serving(command, {"TETRARCH_REDIS_URL": "redis://mine"}, progress) as server:
+def command(tmp_path: Path, fault: str = "") -> list[str]:
+    return [sys.executable, "-c", SERVER, str(tmp_path / "stopped"), fault]
+
+
+async def test_the_server_gets_a_home_and_a_bus_of_its_own_and_is_stopped(tmp_path: Path) -> None:
+    log, progress = tmp_path / "build" / "demo.log", Progress(io.StringIO(), 1)
+    environ = {"TETRARCH_REDIS_URL": "redis://mine"}
+    async with demo.serving(command(tmp_path), environ, log, progress) as server:
         assert server.url.startswith("http://127.0.0.1:")
         assert server.start_seconds > 0
     home = (tmp_path / "stopped").read_text()
     assert not os.path.exists(home)  # noqa: ASYNC240 - a test may look
+    assert "bus: None" in log.read_text()
 
 
-async def test_a_server_that_ends_at_once_is_told_with_its_last_words() -> None:
-    command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-    with pytest.raises(demo.DemoFailed, match="ended with code 1:\nno such model"):
-        async with demo.serving(command, {}, Progress(io.StringIO(), 1)):
+async def test_a_server_that_ends_at_once_is_told_with_its_last_words(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+    with pytest.raises(demo.DemoFailed, match=r"ended with code 1; the end of .*:\nno such model"):
+        async with demo.serving(words, {}, tmp_path / "log", Progress(io.StringIO(), 1)):
             pass
+
+
+async def test_a_server_that_dies_in_the_session_is_told(tmp_path: Path) -> None:
+    progress = Progress(io.StringIO(), 1)
+    with pytest.raises(demo.DemoFailed, match="ended with code 7"):
+        async with demo.serving(command(tmp_path, "dies"), {}, tmp_path / "log", progress) as server:
+            await demo.run(server, progress)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_stops_its_server(tmp_path: Path, number: signal.Signals) -> None:
+    program = (
+        "import os, sys; from gateway import demo; demo.SERVE = sys.argv[1:6]; "
+        "sys.exit(demo.main(['--output', sys.argv[6]], os.environ))"
+    )
+    arguments = [*command(tmp_path, "hangs"), str(tmp_path / "demo.json")]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert b"starting" in process.stdout.readline()
+        deadline = time.monotonic() + 20
+        while "GET /v1/models" not in read(tmp_path / "demo.log") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == b"demo: stopped before its end\n"
+    assert (tmp_path / "stopped").exists()
+
+
+def read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
