@@ -1,21 +1,14 @@
 from __future__ import annotations
 
-import threading
-from array import array
-from collections import defaultdict
-from dataclasses import dataclass, field
-
 import msgspec
 import pytest
 
 from kvcache.cache import Cache
 from tests.fakes import END_ID, FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
+from tests.workers.engine_bench import PAGE_TOKENS, Bench, prompt_of
 from workers.engine import Engine
-from workers.errors import PoolsLost, SettingsError, StepFailed
+from workers.errors import SettingsError
 from workers.messages import (
-    Cancel,
-    Cancelled,
-    Event,
     Failed,
     Finished,
     Progress,
@@ -24,65 +17,6 @@ from workers.messages import (
     Submit,
     Tokens,
 )
-from workers.pace import PaceLimits
-from workers.plan import Segment, StepPlan, StepResult
-
-PAGE_TOKENS = 8
-
-
-@dataclass
-class Bench:
-    """An engine over fakes, and what it told about each run."""
-
-    num_pages: int = 64
-    context_length: int = 256
-    num_workers: int = 4
-    model: FakeModel = field(default_factory=lambda: FakeModel(end_every=0))
-    limits: PaceLimits = field(default_factory=lambda: PaceLimits(min_rows=16, min_idle_rows=32, max_rows=32))
-
-    def __post_init__(self) -> None:
-        self.clock = FakeClock()
-        self.cache = Cache(self.num_pages, page_tokens=PAGE_TOKENS)
-        self.runner = FakeRunner(self.num_pages, self.clock, page_tokens=PAGE_TOKENS, model=self.model)
-        self.rules = fake_rules(context_length=self.context_length)
-        self.engine = Engine(
-            self.runner,
-            self.cache,
-            self.rules,
-            num_workers=self.num_workers,
-            limits=self.limits,
-            clock=self.clock,
-        )
-        self.events: dict[str, list[Event]] = defaultdict(list)
-
-    def step(self) -> None:
-        for told in self.engine.step():
-            self.events[told.run_id].append(told.event)
-        self.engine.check_integrity()
-
-    def run(self, num_steps: int = 10_000) -> None:
-        for _ in range(num_steps):
-            if not self.engine.has_work:
-                return
-            self.step()
-        assert num_steps < 10_000, "the engine does not come to an end"
-
-    def token_ids(self, run_id: str) -> list[int]:
-        data = b"".join(event.token_ids for event in self.events[run_id] if isinstance(event, Tokens))
-        return list(array("I", data))
-
-    def text(self, run_id: str) -> str:
-        return "".join(event.text for event in self.events[run_id] if isinstance(event, Tokens))
-
-    def end(self, run_id: str) -> Finished | Cancelled | Failed:
-        ends = [event for event in self.events[run_id] if isinstance(event, Finished | Cancelled | Failed)]
-        assert len(ends) == 1 and self.events[run_id][-1] is ends[0]
-        assert ends[0].usage.completion_tokens == len(self.token_ids(run_id))
-        return ends[0]
-
-
-def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
-    return [(seed * 31 + index * 7 + index // 5) % 251 for index in range(num_tokens)]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 15, 16, 17, 33, 64, 100])
@@ -303,198 +237,6 @@ def test_a_context_beyond_the_pool_is_refused_with_both_numbers() -> None:
         Engine(
             FakeRunner(8, FakeClock(), page_tokens=8), Cache(8, page_tokens=8), fake_rules(context_length=300)
         )
-
-
-@pytest.mark.parametrize("num_steps", range(9))
-def test_a_cancel_in_any_phase_ends_once_and_frees_all_pages(num_steps: int) -> None:
-    bench = Bench()
-    bench.engine.submit(fake_submit("one", prompt_of(100), max_tokens=50))
-    bench.engine.submit(fake_submit("two", prompt_of(100, 1), max_tokens=4))
-    for _ in range(num_steps):
-        bench.step()
-    for _ in range(2):
-        bench.engine.cancel(Cancel(run_id="one", attempt=1))
-    bench.engine.cancel(Cancel(run_id="unknown", attempt=1))
-    bench.engine.cancel(Cancel(run_id="two", attempt=2))
-    bench.run()
-    assert isinstance(bench.end("one"), Cancelled)
-    assert isinstance(bench.end("two"), Finished)
-    assert "unknown" not in bench.events and bench.engine.stats().num_live_pages == 0
-
-
-def test_a_cancelled_prefill_leaves_its_chunks_in_the_cache() -> None:
-    bench = Bench()
-    bench.engine.submit(fake_submit("one", prompt_of(100)))
-    bench.step()
-    bench.step()
-    bench.engine.cancel(Cancel(run_id="one", attempt=1))
-    bench.engine.submit(fake_submit("two", prompt_of(100)))
-    bench.run()
-    assert bench.end("two").usage.cached_tokens == 64
-
-
-def test_a_turn_delivered_twice_runs_once() -> None:
-    bench = Bench()
-    for _ in range(2):
-        bench.engine.submit(fake_submit("one", prompt_of(9)))
-    bench.step()
-    bench.engine.submit(fake_submit("one", prompt_of(9)))
-    bench.run()
-    assert len(bench.token_ids("one")) == 8
-    assert bench.end("one")
-
-
-def test_not_a_number_in_one_row_fails_that_turn_alone() -> None:
-    bench = Bench()
-    submits = [
-        fake_submit(f"run{index}", [*prompt_of(40), index, index], max_tokens=12) for index in range(4)
-    ]
-    for submit in submits:
-        bench.engine.submit(submit)
-
-    def fault_of(segment: Segment) -> str | None:
-        is_second = segment.worker == 1 and segment.row is not None and segment.row.step == 5
-        return "not a number" if is_second else None
-
-    bench.runner.fault_of = fault_of
-    bench.run()
-    failed = bench.end("run1")
-    assert isinstance(failed, Failed) and failed.error == "row_fault" and failed.retryable
-    assert "not a number" in failed.message
-    for index in (0, 2, 3):
-        assert bench.token_ids(f"run{index}") == bench.model.generate(submits[index], 12)
-    bench.runner.fault_of = lambda segment: None
-    again = fake_submit("again", [*prompt_of(40), 1, 1], max_tokens=12)
-    bench.engine.submit(again)
-    bench.run()
-    assert bench.token_ids("again") == bench.model.generate(again, 12)
-
-
-def test_a_fault_in_a_prompt_chunk_takes_its_pages_out_of_the_cache() -> None:
-    bench = Bench()
-    bench.engine.submit(fake_submit("bad", prompt_of(100)))
-    bench.step()
-    bench.runner.fault_of = lambda segment: "not a number"
-    bench.step()
-    bench.runner.fault_of = lambda segment: None
-    assert isinstance(bench.end("bad"), Failed)
-    good = fake_submit("good", prompt_of(100))
-    bench.engine.submit(good)
-    bench.run()
-    assert bench.end("good").usage.cached_tokens == 0
-    assert bench.token_ids("good") == bench.model.generate(good, 8)
-
-
-def test_a_row_without_a_token_is_a_fault() -> None:
-    bench = Bench()
-
-    class Silent(FakeRunner):
-        def run(self, plan: StepPlan) -> StepResult:
-            result = super().run(plan)
-            blank = [type(segment)(token_id=None) for segment in result.segments]
-            return StepResult(tuple(blank), result.seconds)
-
-    bench.runner.__class__ = Silent
-    bench.engine.submit(fake_submit("one", prompt_of(9)))
-    bench.run()
-    assert isinstance(end := bench.end("one"), Failed) and end.error == "row_fault"
-
-
-def test_a_failed_step_fails_its_turns_and_spares_the_waiting() -> None:
-    bench = Bench(num_workers=2)
-    submits = [fake_submit(f"run{index}", prompt_of(20, index), max_tokens=9) for index in range(3)]
-    for submit in submits:
-        bench.engine.submit(submit)
-    for _ in range(3):
-        bench.step()
-    bench.runner.fail_next = StepFailed("the device said no")
-    bench.run()
-    for run_id in ("run0", "run1"):
-        end = bench.end(run_id)
-        assert isinstance(end, Failed) and (end.error, end.retryable) == ("step_failed", True)
-    assert bench.token_ids("run2") == bench.model.generate(submits[2], 9)
-    again = fake_submit("again", prompt_of(20), max_tokens=9)
-    bench.engine.submit(again)
-    bench.run()
-    assert bench.token_ids("again") == bench.model.generate(again, 9)
-    assert bench.runner.num_rebuilds == 0
-
-
-def test_lost_pools_are_rebuilt_and_the_tree_is_emptied() -> None:
-    bench = Bench(num_workers=2)
-    submits = [fake_submit(f"run{index}", prompt_of(20, index), max_tokens=9) for index in range(3)]
-    for submit in submits:
-        bench.engine.submit(submit)
-    for _ in range(3):
-        bench.step()
-    bench.runner.fail_next = PoolsLost("out of memory")
-    bench.step()
-    assert bench.runner.num_rebuilds == 1
-    assert bench.cache.stats().num_free == bench.num_pages
-    bench.run()
-    assert bench.token_ids("run2") == bench.model.generate(submits[2], 9)
-    again = fake_submit("again", prompt_of(20), max_tokens=9)
-    bench.engine.submit(again)
-    bench.run()
-    assert bench.end("again").usage.cached_tokens == 0
-    assert bench.token_ids("again") == bench.model.generate(again, 9)
-
-
-def test_a_tokenizer_that_breaks_fails_the_turn_and_not_the_engine() -> None:
-    bench = Bench(model=FakeModel(b"ab", end_every=0))
-    bench.engine.submit(fake_submit("bad", prompt_of(9)))
-    bench.engine.submit(good := fake_submit("good", prompt_of(9, 1)))
-
-    def decode(token_ids: object) -> str:
-        raise RuntimeError("broken")
-
-    original = bench.rules.detokenizer.decode
-    object.__setattr__(bench.rules.detokenizer, "decode", decode)
-    bench.step()
-    object.__setattr__(bench.rules.detokenizer, "decode", original)
-    bench.run()
-    assert isinstance(end := bench.end("bad"), Failed) and end.error == "row_fault"
-    assert bench.token_ids("good") == bench.model.generate(good, 8)
-
-
-def test_abandoned_turns_say_nothing_and_leave_their_prefix() -> None:
-    bench = Bench()
-    for index in range(6):
-        bench.engine.submit(fake_submit(f"run{index}", prompt_of(40, index), max_tokens=50))
-    for _ in range(5):
-        bench.step()
-    bench.events.clear()
-    bench.engine.abandon()
-    assert not bench.engine.has_work and bench.engine.step() == []
-    bench.engine.check_integrity()
-    assert bench.engine.stats().num_live_pages == 0
-    bench.engine.submit(fake_submit("again", prompt_of(40)))
-    bench.run()
-    assert bench.end("again").usage.cached_tokens == 39
-
-
-def test_a_stuck_step_is_seen_from_another_thread() -> None:
-    bench = Bench()
-    entered, leave = threading.Event(), threading.Event()
-
-    class Stuck(FakeRunner):
-        def run(self, plan: StepPlan) -> StepResult:
-            entered.set()
-            assert leave.wait(10)
-            return super().run(plan)
-
-    bench.engine.submit(fake_submit("one", prompt_of(9), max_tokens=2))
-    bench.step()
-    seen = [bench.engine.step_started_at]
-    bench.runner.__class__ = Stuck
-    thread = threading.Thread(target=bench.step)
-    thread.start()
-    assert entered.wait(10)
-    seen.append(bench.engine.step_started_at)
-    leave.set()
-    thread.join(10)
-    assert seen[0] is None and seen[1] is not None and bench.engine.step_started_at is None
-    assert isinstance(bench.end("one"), Finished)
 
 
 def test_stats_count_computed_cached_and_generated_tokens() -> None:

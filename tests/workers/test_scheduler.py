@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes import FakeModel, fake_submit
-from tests.workers.test_engine import PAGE_TOKENS, Bench, prompt_of
+from tests.workers.engine_bench import PAGE_TOKENS, Bench, prompt_of
 from workers.messages import Cancel, Finished, Started
 from workers.pace import Pace, PaceLimits
 from workers.plan import RowSampling, Segment, StepPlan
