@@ -469,6 +469,21 @@ def test_the_engine_pauses_when_too_much_is_kept_back(own_valkey: ValkeyServer) 
         wait_for(lambda: END in desk.events("run-1").values())
 
 
+def test_a_full_bus_delays_events_and_loses_none(own_valkey: ValkeyServer) -> None:
+    with running(own_valkey) as (bus, desk):
+        desk.dispatch("run-1", incarnation=1)
+        receive(bus)
+        desk.client.config_set("maxmemory", "1")
+        bus.send([told("run-1", STARTED), told("run-1", tokens("a"))])
+        time.sleep(1.5)
+        bus.send([told("run-1", tokens("b")), told("run-1", END)])
+        assert desk.events("run-1") == {}
+        assert not bus.is_lost
+        desk.client.config_set("maxmemory", "0")
+        wait_for(lambda: desk.num_inbox_entries() == 0)
+        assert list(desk.events("run-1").values()) == [STARTED, tokens("a"), tokens("b"), END]
+
+
 def test_a_stop_ends_a_pause(own_valkey: ValkeyServer) -> None:
     bus = Bus(own_valkey.url, INFO, BUNDLE, stats)
     bus.begin()
