@@ -206,13 +206,13 @@ class Cache:
         partial = match.partial
         if partial is None:
             return None
-        self._tree.lock(partial.node, now)  # first: making room must not evict the source
+        source = self._tree.lock_partial(partial, now)  # first: making room must not evict it
         pages = self._allocate(1)
         if pages is None:
-            self._pool.free(self._tree.unlock(partial.node, now))
+            self._tree.unlock(source, now)
             return None
         start = len(match.pages) * self._page_bytes
-        path.source = partial.node
+        path.source = source
         path.pages += pages
         path.pending += tokens[start : start + partial.num_tokens * TOKEN_BYTES]
         path.num_tokens += partial.num_tokens

@@ -105,7 +105,10 @@ def _same_pages(owner: str, marked: set[int], found: Iterable[int]) -> None:
         raise IntegrityError(f"page {twice[0]} has two {owner} owners")
     if counts.keys() != marked:
         page = min(counts.keys() ^ marked)
-        raise IntegrityError(f"page {page} is {'not ' if page in counts else ''}marked {owner} in the pool")
+        what = (
+            f"held as {owner} but not marked so" if page in counts else f"marked {owner} but nobody holds it"
+        )
+        raise IntegrityError(f"page {page} is {what}")
 
 
 def _name(node: Node) -> str:

@@ -41,7 +41,7 @@ class Node:
 class Partial:
     """The first tokens of a page that match where no whole page does."""
 
-    node: Node  # holds the page
+    node: Node  # holds the page, as its first once the match's whole pages are locked
     page: int
     num_tokens: int  # 1 .. page_tokens
 
@@ -115,6 +115,14 @@ class PrefixTree:
         node = match.node
         if match.num_node_pages < len(node.pages):
             node = self._split(node, match.num_node_pages)
+        self.lock(node, now)
+        return node
+
+    def lock_partial(self, partial: Partial, now: int) -> Node:
+        """Keeps the page of a partial match, after `lock_match`, and none that follow it in its run."""
+        node = partial.node
+        if len(node.pages) > 1:
+            node = self._split(node, 1)
         self.lock(node, now)
         return node
 

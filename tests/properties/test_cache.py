@@ -12,9 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcache.cache import Cache, PageCopy, Path
 
 Tokens = tuple[int, ...]
-token_lists = st.lists(st.integers(0, 1), max_size=14).map(tuple)
+token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
+progresses = st.sampled_from(["opened", "computed", "published", "published", "closed", "closed"])
 namespaces = st.sampled_from([b"", b"tenant"])
 picks = st.integers(0, 1 << 16)
+MAX_TURNS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Row:
     writer: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Turn:
     """An open path and what its tokens must be."""
 
@@ -54,7 +56,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Random turns over few pages and two tokens, so that everything collides."""
 
     @initialize(
-        num_pages=st.sampled_from([2, 5, 9, 16, 60, 60]),
+        num_pages=st.sampled_from([3, 9, 16, 60, 60, 60]),
         page_tokens=st.sampled_from([1, 2, 4, 4]),
     )
     def start(self, num_pages: int, page_tokens: int) -> None:
@@ -70,19 +72,42 @@ class CacheMachine(RuleBasedStateMachine):
 
     # Turns begin
 
-    @rule(namespace=namespaces, prompt=token_lists, spare=st.integers(0, 2))
-    def open_new(self, namespace: bytes, prompt: Tokens, spare: int) -> None:
-        self.open(namespace, prompt, len(prompt) - spare)
+    @precondition(lambda self: len(self.turns) < MAX_TURNS)
+    @rule(namespace=namespaces, prompt=token_lists, spare=st.integers(0, 2), progress=progresses)
+    def open_new(self, namespace: bytes, prompt: Tokens, spare: int, progress: str) -> None:
+        self.run(self.open(namespace, prompt, len(prompt) - spare), progress)
 
-    @precondition(lambda self: self.history)
-    @rule(pick=picks, cut=st.integers(0, 40), suffix=token_lists, spare=st.integers(0, 2))
-    def open_related(self, pick: int, cut: int, suffix: Tokens, spare: int) -> None:
+    @precondition(lambda self: self.history and len(self.turns) < MAX_TURNS)
+    @rule(
+        pick=picks, cut=st.integers(0, 20), suffix=token_lists, spare=st.integers(0, 2), progress=progresses
+    )
+    def open_related(self, pick: int, cut: int, suffix: Tokens, spare: int, progress: str) -> None:
         """A repeat, an extension, a fork, or a divergence inside a page of something seen before."""
         namespace, tokens = self.history[pick % len(self.history)]
-        prompt = tokens[: max(len(tokens) - cut, 0)] + suffix if cut % 3 else tokens + suffix
-        self.open(namespace, prompt, len(prompt) - spare)
+        kept = tokens[: max(len(tokens) - cut, 0)] if cut % 3 else tokens
+        prompt = tokens if cut == 3 else kept + suffix
+        self.run(self.open(namespace, prompt, len(prompt) - spare), progress)
 
-    def open(self, namespace: bytes, prompt: Tokens, max_match: int) -> None:
+    @precondition(lambda self: len(self.turns) < MAX_TURNS)
+    @rule(namespace=namespaces, prompt=token_lists, suffix=token_lists, progress=progresses)
+    def race(self, namespace: bytes, prompt: Tokens, suffix: Tokens, progress: str) -> None:
+        """Two turns compute the same tokens side by side; neither sees the other's."""
+        first = self.open(namespace, prompt, len(prompt) - 1)
+        second = self.open(namespace, prompt + suffix, len(prompt) - 1)
+        self.run(first, "published")
+        self.run(second, progress)
+
+    def run(self, turn: Turn, progress: str) -> None:
+        """Takes a new turn some way at once, so that the tree fills faster than single rules fill it."""
+        if progress == "opened":
+            return
+        self.advance(turn, turn.prompt[len(turn.tokens) :])
+        if progress != "computed":
+            self.publish_turn(turn)
+        if progress == "closed":
+            self.close_turn(turn, keep=True)
+
+    def open(self, namespace: bytes, prompt: Tokens, max_match: int) -> Turn:
         wanted = prompt[: max(max_match, 0)]
         at_least = max(
             (common_length(wanted, kept) for name, kept in self.kept if name == namespace), default=0
@@ -103,7 +128,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_rows(path.pages[:num_shared], 0, namespace, prompt[: num_shared * self.page_tokens])
         if self.cache.stats().num_evicted == before.num_evicted and (copy is not None or before.num_free):
             assert path.num_cached >= at_least
-        self.turns.append(Turn(path, namespace, prompt[: path.num_cached], prompt, copy))
+        turn = Turn(path, namespace, prompt[: path.num_cached], prompt, copy)
+        self.turns.append(turn)
+        return turn
 
     # Turns go on
 
@@ -111,7 +138,12 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=picks, num_rows=st.integers(1, 12), generated=token_lists, is_published=st.booleans())
     def step(self, pick: int, num_rows: int, generated: Tokens, is_published: bool) -> None:
         turn = self.turns[pick % len(self.turns)]
-        rows = (turn.prompt[len(turn.tokens) :] or generated)[:num_rows]
+        self.advance(turn, (turn.prompt[len(turn.tokens) :] or generated)[:num_rows])
+        if is_published:
+            self.publish_turn(turn)
+
+    def advance(self, turn: Turn, rows: Tokens) -> None:
+        """One evaluated step: the copy first, then the rows, then the commit."""
         if not rows or not self.reserve(turn, len(turn.tokens) + len(rows)):
             return
         if turn.copy is not None:
@@ -129,13 +161,13 @@ class CacheMachine(RuleBasedStateMachine):
             self.memory[turn.path.pages[page]][index] = Row(digest, turn.path.number)
         self.cache.commit(turn.path, rows)
         assert turn.path.num_tokens == len(turn.tokens)
-        if is_published:
-            self.publish(pick)
 
     @precondition(lambda self: self.turns)
     @rule(pick=picks)
     def publish(self, pick: int) -> None:
-        turn = self.turns[pick % len(self.turns)]
+        self.publish_turn(self.turns[pick % len(self.turns)])
+
+    def publish_turn(self, turn: Turn) -> None:
         self.cache.publish(turn.path)
         self.keep(turn, len(turn.tokens) // self.page_tokens * self.page_tokens)
 
@@ -166,7 +198,10 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.turns)
     @rule(pick=picks, keep=st.booleans())
     def close(self, pick: int, keep: bool) -> None:
-        turn = self.turns.pop(pick % len(self.turns))
+        self.close_turn(self.turns[pick % len(self.turns)], keep=keep)
+
+    def close_turn(self, turn: Turn, *, keep: bool) -> None:
+        self.turns.remove(turn)
         if keep:
             unread = turn.copy.num_tokens if turn.copy is not None else 0
             self.keep(turn, len(turn.tokens) - unread)
@@ -195,10 +230,11 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.turns:
             assert num_evicted == min(num_pages, before.num_tree)
 
-    @precondition(lambda self: not self.turns)
+    @precondition(lambda self: not self.turns and len(self.history) > 20)
     @rule()
     def clear(self) -> None:
         self.cache.clear()
+        self.history.clear()
         self.kept.clear()
         assert self.cache.stats().num_free == self.num_pages
 

@@ -1,0 +1,33 @@
+"""The cache's settings: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvcache.settings import KVCacheSettings, num_pages
+
+
+def test_the_defaults_are_eight_bits_and_kept_prefixes() -> None:
+    assert KVCacheSettings() == KVCacheSettings(bits="8", pool_tokens=None, prefix_cache=True)
+
+
+@pytest.mark.parametrize("pool_tokens", [-1, 0, 63])
+def test_a_pool_under_one_page_is_refused(pool_tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"pool_tokens is {pool_tokens}: use at least 64"):
+        KVCacheSettings(pool_tokens=pool_tokens)
+
+
+def test_unknown_bits_are_refused() -> None:
+    with pytest.raises(ValueError, match="bits is '4': use '8'"):
+        KVCacheSettings(bits="4")  # type: ignore[arg-type]
+
+
+def test_an_unknown_key_is_refused_by_name() -> None:
+    with pytest.raises(msgspec.ValidationError, match="pool_pages"):
+        msgspec.convert({"pool_pages": 4}, KVCacheSettings)
+
+
+@pytest.mark.parametrize(("pool_tokens", "expected"), [(64, 1), (65, 2), (128, 2)])
+def test_a_pool_is_rounded_up_to_whole_pages(pool_tokens: int, expected: int) -> None:
+    assert num_pages(pool_tokens) == expected
