@@ -48,9 +48,9 @@ soak: setup
 	TETRARCH_SOAK=1 $(VENV)/python -m pytest -q tests/properties
 	$(VENV)/python -m pytest -q -m slow
 
-bench: tools
-	@for file in bench/*.md bench/*.py; do \
-	  if test -f "$$file"; then printf '%-28s %s\n' "$$file" "$$(sed -n '1s/^[#\" ]*//p' "$$file")"; fi; \
+bench:
+	@for file in bench/README.md bench/[a-z]*.py; do \
+	  printf '%-28s %s\n' "$$file" "$$(sed -n '1s/[#"]* *//; 1s/"*$$//p' "$$file")"; \
 	done
 
 clean:
