@@ -16,7 +16,7 @@ class KVCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Settings of one engine's cache.
 
     bits: "8" stores int8 codes with fp16 scales, "native" the model's compute dtype.
-    pool_tokens: tokens that the pool holds, rounded up to whole pages; None lets the memory ledger choose.
+    pool_tokens: tokens that the pool holds, in whole pages; None lets the memory ledger choose.
     prefix_cache: False computes every prompt from its first token and keeps nothing after a turn.
     """
 
@@ -37,8 +37,3 @@ def check(settings: KVCacheSettings) -> None:
             f"pool_tokens is {settings.pool_tokens}: use at least {PAGE_TOKENS} (one page), "
             "or leave it out and the memory ledger chooses"
         )
-
-
-def num_pages(pool_tokens: int) -> int:
-    """Pages that hold `pool_tokens` tokens."""
-    return -(-pool_tokens // PAGE_TOKENS)

@@ -118,6 +118,14 @@ def test_a_running_path_is_never_evicted(cache: Cache) -> None:
     assert cache.evict(99) == 2
 
 
+def test_a_prefix_counts_as_used_until_its_turn_ends(cache: Cache) -> None:
+    long_running = running(cache, "aaaabbbb")
+    run(cache, "ccccdddd")
+    cache.close(long_running)
+    cache.evict(2)
+    assert opened(cache, "aaaabbbb", max_match=8).path.num_cached == 8
+
+
 def test_rows_beyond_the_reserved_pages_are_refused(cache: Cache) -> None:
     path = opened(cache, "aaaa").path
     cache.reserve(path, 4)

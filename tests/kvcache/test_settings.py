@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvcache.settings import KVCacheSettings, num_pages
+from kvcache.settings import KVCacheSettings
 
 
 def test_the_defaults_are_eight_bits_and_kept_prefixes() -> None:
@@ -26,8 +26,3 @@ def test_unknown_bits_are_refused() -> None:
 def test_an_unknown_key_is_refused_by_name() -> None:
     with pytest.raises(msgspec.ValidationError, match="pool_pages"):
         msgspec.convert({"pool_pages": 4}, KVCacheSettings)
-
-
-@pytest.mark.parametrize(("pool_tokens", "expected"), [(64, 1), (65, 2), (128, 2)])
-def test_a_pool_is_rounded_up_to_whole_pages(pool_tokens: int, expected: int) -> None:
-    assert num_pages(pool_tokens) == expected
