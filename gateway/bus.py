@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import structlog
@@ -28,6 +28,9 @@ COMMAND_SECONDS = 2.0
 BLOCK_SECONDS = 5.0
 QUEUE_ENTRIES = 256
 """A follower further behind than this reads on by itself; one XREAD or XRANGE brings as many at most."""
+
+REFUSALS = ("equal or smaller", "exhausted the last possible ID")
+"""How the store says that an id is not larger than the stream's last: the second when that is RUN_END_ID."""
 
 LOST = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError, OutOfMemoryError, ReadOnlyError)
 """What makes a bus useless to us: it does not answer, or it takes nothing more."""
@@ -92,9 +95,8 @@ class Follower:
     def push(self, entries: Sequence[Entry]) -> None:
         """The shared reader's side: never waits."""
         if len(self._queue) + len(entries) > QUEUE_ENTRIES:
-            self._queue.clear()
             self.behind = True
-        else:
+        if not self.behind:  # else newer entries would overtake those that it reads by itself
             self._queue.extend(entries)
         self._news.set()
 
@@ -150,9 +152,7 @@ class Bus:
 
     async def stop(self) -> None:
         """Gives the lease back and disconnects."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         with contextlib.suppress(BusLost):
             await self.answered(self.commands.delete(gateway_lease_key(self.gateway_id), self._wake_key))
         await self.commands.aclose()
@@ -210,7 +210,7 @@ class Bus:
         try:
             return await self.answered(command) is not None
         except ResponseError as error:
-            if "equal or smaller" not in str(error):
+            if not any(words in str(error) for words in REFUSALS):
                 raise
         found = await self.answered(self.commands.xrange(key, min=entry_id, max=entry_id))
         return [entry.message for entry in _entries(found)] == [message]
@@ -328,6 +328,15 @@ class Bus:
         if works and not self._commands_work:
             self._returned.set()
         self._commands_work = works
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels tasks and waits for their ends. Repeated, because redis loses a cancel while it connects."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.2)
 
 
 def id_pair(entry_id: str) -> tuple[int, int]:

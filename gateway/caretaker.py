@@ -15,7 +15,7 @@ import structlog
 
 from workers.messages import RUNS_LIVE_KEY, gateway_lease_key, run_events_key
 
-from .bus import Bus, BusLost
+from .bus import Bus, BusLost, end_tasks
 from .directory import Directory
 from .errors import RunNotFound
 from .run_state import Phase, RunState, cancelled, failed, fold
@@ -59,9 +59,7 @@ class Caretaker:
 
     async def stop(self) -> None:
         """Stops watching."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     def look(self) -> None:
         """Each local run's missing next step, at once; called after each look at the engines."""

@@ -27,7 +27,7 @@ from workers.messages import (
     tokenizer_key,
 )
 
-from .bus import Bus, BusLost
+from .bus import Bus, BusLost, end_tasks
 from .errors import NoEngine, UnknownModel
 
 POLL_SECONDS = 0.5
@@ -68,8 +68,7 @@ class Directory:
     async def stop(self) -> None:
         """Stops looking."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks([self._task])
 
     def engines(self) -> list[EngineView]:
         """All engines that this bus knows, dead ones too, by id."""

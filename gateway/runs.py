@@ -6,6 +6,7 @@ Holds no state of a run that its stream does not, apart from the order of one th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 import uuid
@@ -32,7 +33,7 @@ from workers.messages import (
     run_events_key,
 )
 
-from .bus import Bus, BusLost, Entry, StreamGone, id_pair
+from .bus import Bus, BusLost, Entry, StreamGone, end_tasks, id_pair
 from .directory import Directory, EngineView
 from .errors import InvalidField, NoEngine, RunNotFound
 from .places import Order, Places
@@ -212,15 +213,8 @@ class Runs:
             await self.write_verdict(run, cancelled(run.state))
             return
         async with run.lock:
-            state = run.state
-            if not state.is_on_engine or state.engine_id is None or run.cancelled_attempt == state.attempt:
-                return
-            message = encode(Cancel(run_id=run.run_id, attempt=state.attempt))
-            try:
-                await self._bus.send(inbox_key(state.engine_id), message)
-                run.cancelled_attempt = state.attempt
-            except BusLost:
-                return  # the caretaker comes again
+            if run.state.is_on_engine and run.cancelled_attempt != run.state.attempt:
+                await self._tell_engine(run, run.state)
 
     async def write_verdict(self, run: Run, verdict: TurnEnd) -> None:
         """Ends the turn in the engine's place unless it has ended; fences what the engine may still say."""
@@ -233,6 +227,8 @@ class Runs:
 
         self._places.leave(run.run_id)
         async with run.lock:
+            if run.state.turn_end is not None or run.state.ended is not None:
+                return
             try:
                 await self._bus.append_watched(run.key, run.state.last_id, decide)
             except BusLost:
@@ -242,19 +238,28 @@ class Runs:
         """Takes no more runs, gives the open ones a moment, then ends the attached ones with an error."""
         self._stopping = True
         await self._wait_for_ends(grace_seconds)
-        for run in self.local():
-            if run.state.accepted is not None and run.state.accepted.gateway == self._bus.gateway_id:
-                run.cancel_requested = True
-                await self.send_cancel(run)
-                message = "The server is stopping. Send the call again when it is back."
-                await self.write_verdict(run, failed(run.state, "server_stopping", message))
+        with contextlib.suppress(TimeoutError):  # the bus may be away
+            async with asyncio.timeout(2.0):
+                await asyncio.gather(*(self._end_for_stop(run) for run in self.local()))
         await self._wait_for_ends(1.0)
         self._closed = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     # Inside.
+
+    async def _end_for_stop(self, run: Run) -> None:
+        if run.state.accepted is not None and run.state.accepted.gateway == self._bus.gateway_id:
+            message = "The server is stopping. Send the call again when it is back."
+            state = run.state
+            await self.write_verdict(run, failed(state, "server_stopping", message))
+            if state.is_on_engine:
+                await self._tell_engine(run, state)  # after the verdict, or its end might come first
+
+    async def _tell_engine(self, run: Run, state: RunState) -> None:
+        message = encode(Cancel(run_id=run.run_id, attempt=state.attempt))
+        with contextlib.suppress(BusLost):  # the caretaker comes again
+            await self._bus.send(inbox_key(state.engine_id or ""), message)
+            run.cancelled_attempt = state.attempt
 
     async def _create(self, order: Order) -> Run:
         """Claims the run id: the stream exists from here on."""
@@ -274,6 +279,8 @@ class Runs:
 
     async def _try_dispatch(self, run: Run, engine: EngineView) -> None:
         order, info = run.order, engine.info
+        if run.state.turn_end is not None or run.state.ended is not None:
+            return
         dispatched = Dispatched(engine_id=info.engine_id, incarnation=info.incarnation)
         state = run.state
 

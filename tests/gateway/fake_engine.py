@@ -1,0 +1,231 @@
+"""An engine that speaks the bus but runs no model: the test says what happens to each turn, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from gateway.bus import end_tasks
+from workers.messages import (
+    ENGINES_KEY,
+    EVENT_FIELD,
+    LEASE_SECONDS,
+    Cancel,
+    Cancelled,
+    EngineInfo,
+    EngineStats,
+    Event,
+    Finished,
+    KVFacts,
+    Started,
+    Submit,
+    Timings,
+    TokenizerBundle,
+    Tokens,
+    Usage,
+    decode_to_engine,
+    encode,
+    engine_key,
+    engine_lease_key,
+    event_id,
+    inbox_key,
+    run_events_key,
+    tokenizer_key,
+)
+
+DIGEST = "digest-1"
+BUNDLE = TokenizerBundle(tokenizer_json=b"{}", chat_template="")
+
+
+@dataclass
+class Turn:
+    """One Submit, and what was written about it."""
+
+    submit: Submit
+    sequence: int = 1
+    is_cancelled: bool = False
+    is_refused: bool = False
+    has_ended: bool = False
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    """Waits for what other processes bring about. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.005)
+
+
+Script = Callable[["FakeEngine", Turn], Awaitable[None]]
+
+
+async def answer_at_once(engine: FakeEngine, turn: Turn) -> None:
+    """Three tokens, then the end."""
+    await engine.write(turn, Started(worker=0, cached_tokens=0))
+    for text in ("a", "b", "c"):
+        await engine.write(turn, Tokens(token_ids=b"\1\0\0\0", text=text))
+    await engine.finish(turn)
+
+
+async def only_start(engine: FakeEngine, turn: Turn) -> None:
+    """On a worker, without a token; the test goes on."""
+    await engine.write(turn, Started(worker=0, cached_tokens=0))
+
+
+async def one_token(engine: FakeEngine, turn: Turn) -> None:
+    """One token; the test goes on."""
+    await engine.write(turn, Started(worker=0, cached_tokens=0))
+    await engine.write(turn, Tokens(token_ids=b"\1\0\0\0", text="a"))
+
+
+async def wait_in_line(engine: FakeEngine, turn: Turn) -> None:
+    """Nothing; the test goes on."""
+
+
+class FakeEngine:
+    """`async with` puts it on the bus; `turns` are those that it was sent, oldest first."""
+
+    def __init__(
+        self, url: str, script: Script = answer_at_once, *, engine_id: str = "e1", workers: int = 4
+    ) -> None:
+        self.turns: list[Turn] = []
+        self.cancels: list[Cancel] = []
+        self.script = script
+        self.engine_id = engine_id
+        self.incarnation = 1
+        self._client = Redis.from_url(url, protocol=2)
+        self._reader = Redis.from_url(url, protocol=2)
+        self._workers = workers
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> FakeEngine:
+        await self.begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.die()
+        await self._client.aclose()
+        await self._reader.aclose()
+
+    @property
+    def info(self) -> EngineInfo:
+        """As published."""
+        return EngineInfo(
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            model_id="model",
+            digest=DIGEST,
+            context_length=1000,
+            num_workers=self._workers,
+            vocab_size=100,
+            kv=KVFacts(dtype="int8", bytes_per_token=1.0, page_tokens=64, num_pages=1, pool_bytes=64),
+            device="none",
+            weights="none",
+            blas="none",
+            created=0,
+        )
+
+    async def begin(self, *, ready: bool = True) -> None:
+        """Publishes a living incarnation and reads its inbox."""
+        stats = EngineStats(incarnation=self.incarnation, ready=ready)
+        fields: Any = {"info": encode(self.info), "stats": encode(stats)}
+        await self._client.set(tokenizer_key(DIGEST), encode(BUNDLE))
+        await self._client.hset(engine_key(self.engine_id), mapping=fields)
+        await self._client.sadd(ENGINES_KEY, self.engine_id)
+        await self.renew()
+        self._tasks = [asyncio.create_task(self._renew()), asyncio.create_task(self._read())]
+
+    async def die(self, *, lease_stays: bool = False) -> None:
+        """kill -9; without a lease when a supervisor has seen it."""
+        await end_tasks(self._tasks)
+        self._tasks = []
+        if not lease_stays:
+            with contextlib.suppress(Exception):  # the bus may be gone before us
+                await self._client.delete(engine_lease_key(self.engine_id))
+
+    async def restart(self) -> None:
+        """A new incarnation."""
+        self.incarnation += 1
+        await self.begin()
+
+    async def renew(self) -> None:
+        """One beat."""
+        milliseconds = int(LEASE_SECONDS * 1000)
+        await self._client.set(engine_lease_key(self.engine_id), str(self.incarnation), px=milliseconds)
+
+    async def write(self, turn: Turn, event: Event) -> bool:
+        """One event; False when the bus refused it."""
+        turn.sequence += 1
+        key = run_events_key(turn.submit.run_id)
+        fields: Any = {EVENT_FIELD: encode(event)}
+        try:
+            entry = event_id(turn.submit.attempt, turn.sequence)
+            written = await self._client.xadd(key, fields, id=entry, nomkstream=True)
+        except ResponseError:
+            written = None
+        turn.is_refused = written is None
+        return written is not None
+
+    async def finish(self, turn: Turn) -> bool:
+        """The turn ends by itself."""
+        turn.has_ended = True
+        usage = Usage(prompt_tokens=3, completion_tokens=3)
+        return await self.write(turn, Finished(reason="stop", usage=usage, timings=Timings(worker=0)))
+
+    async def turn(self, number: int) -> Turn:
+        """Waits for the Submit of that number, from 0."""
+        await until(lambda: len(self.turns) > number)
+        return self.turns[number]
+
+    async def cancel_of(self, turn: Turn) -> None:
+        """Waits until a Cancel for the turn has come."""
+        await until(lambda: turn.is_cancelled)
+
+    async def obey_cancel(self, turn: Turn) -> bool:
+        """Ends the turn as cancelled."""
+        turn.has_ended = True
+        return await self.write(turn, Cancelled(usage=Usage(), timings=Timings()))
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            with contextlib.suppress(Exception):  # the bus may be away for a while
+                await self.renew()
+
+    async def _read(self) -> None:
+        position = "0"
+        running: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                answer: Any = await self._reader.xread({inbox_key(self.engine_id): position}, block=1000)
+            except Exception:  # noqa: BLE001 - the bus may be away for a while
+                await asyncio.sleep(0.05)
+                continue
+            for _, entries in answer or []:
+                for entry, fields in entries:
+                    position = entry.decode()
+                    message = decode_to_engine(fields[EVENT_FIELD])
+                    if isinstance(message, Submit) and message.incarnation == self.incarnation:
+                        self.turns.append(Turn(message))
+                        task = asyncio.create_task(self._run(self.turns[-1]))
+                        running.add(task)
+                        task.add_done_callback(running.discard)
+                    elif isinstance(message, Cancel):
+                        await self._receive(message)
+
+    async def _run(self, turn: Turn) -> None:
+        await self.script(self, turn)
+
+    async def _receive(self, cancel: Cancel) -> None:
+        self.cancels.append(cancel)
+        for turn in self.turns:
+            if (turn.submit.run_id, turn.submit.attempt) == (cancel.run_id, cancel.attempt):
+                turn.is_cancelled = True
