@@ -19,4 +19,11 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=_SLOW_IS_FINE,
 )
-settings.load_profile("soak" if os.environ.get("TETRARCH_SOAK") else "ci")
+settings.load_profile("soak" if _IS_SOAK else "ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A soak outlives the timeout of an ordinary test."""
+    for item in items:
+        if _IS_SOAK and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(_SOAK_SECONDS))
