@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 
+_IS_SOAK = bool(os.environ.get("TETRARCH_SOAK"))
+_SOAK_SECONDS = 3600
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=100, suppress_health_check=_SLOW_IS_FINE
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=100,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],  # explaining a failure takes minutes
+    suppress_health_check=_SLOW_IS_FINE,
 )
 settings.register_profile(
     "soak",
