@@ -80,8 +80,3 @@ def supervisor_descriptor() -> int | None:
     """The inherited pipe to watch, or None when nobody supervises this process."""
     text = os.environ.get(SUPERVISOR_VARIABLE, "")
     return int(text) if text.isdigit() else None
-
-
-def environment() -> dict[str, str]:
-    """A copy of this process's variables."""
-    return dict(os.environ)

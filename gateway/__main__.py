@@ -1,0 +1,273 @@
+"""The command `tetrarch`: a table of verbs. Those of the engine's room become `python -m workers ...`.
+
+Imports a verb's parts only when that verb was asked for, so that help is quick and needs no model library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .paths import Home, home_at
+
+EXAMPLES = """\
+examples:
+  tetrarch serve                                   the default model on http://127.0.0.1:8114
+  tetrarch serve --model mlx-community/Qwen3-0.6B-4bit --workers 4 --context 32768
+  tetrarch demo                                    twelve sub-agent calls, four at a time, and a table
+  tetrarch doctor                                  what this machine is and what fits on it
+  tetrarch token add phone                         an access token for calls from other machines
+
+`tetrarch VERB --help` says more.
+"""
+
+SERVE_EXAMPLES = """\
+examples:
+  tetrarch serve                                   until Ctrl-C
+  tetrarch serve --model ~/models/some.gguf --kv-bits native
+  tetrarch serve --port 9000 --home ~/second       beside another one
+  tetrarch serve --settings tetrarch.toml          tables [gateway] and [engine]
+  TETRARCH_REDIS_URL=redis://127.0.0.1:6379 tetrarch serve
+
+All flags of `tetrarch engine` are taken too:
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; a known error is one line on stderr."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    verbs: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+        "serve": ("start bus, engine and gateway and keep them running", _serve),
+        "engine": ("run one engine on a bus", _engine),
+        "gateway": ("run one gateway on a bus", _gateway),
+        "model": ("`model fetch` brings a model to this disk and checks it", _model),
+        "token": ("add, list or revoke access tokens", _token),
+        "doctor": ("say what this machine is and what fits on it", _doctor),
+        "demo": ("serve, run an orchestrated session, report and stop", _demo),
+        "bus-guard": ("", _bus_guard),  # for serve
+    }
+    parser = argparse.ArgumentParser(
+        prog="tetrarch",
+        usage="tetrarch VERB [FLAGS]",
+        description="Multi-agent inference for long contexts: four workers, one model, one shared cache."
+        "\n\nverbs:\n"
+        + "\n".join(f"  {name:8} {summary}" for name, (summary, _) in verbs.items() if summary),
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if not given or given[0] in ("-h", "--help"):
+        parser.print_help()
+        return 0 if given else 2
+    if given[0] not in verbs:
+        parser.error(
+            f"there is no verb '{given[0]}': choose from {', '.join(n for n, v in verbs.items() if v[0])}"
+        )
+    try:
+        return verbs[given[0]][1](given[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(arguments: list[str]) -> int:
+    parser = _settings_parser("serve", "Start bus, engine and gateway and keep them running.", SERVE_EXAMPLES)
+    if {"-h", "--help"} & set(arguments):
+        parser.print_help()
+        sys.stdout.flush()
+        return _engine_flags()
+
+    def run(options: argparse.Namespace, rest: list[str]) -> int:
+        from .settings import GatewaySettings, load_settings
+        from .supervisor import Plan, serve
+
+        flags = _given(options, GatewaySettings)
+        settings = load_settings(options.settings, flags)
+        shared = [f"--settings={options.settings.absolute()}"] if options.settings else []
+        typed = [
+            f"--{path.replace('_', '-')}={value}"
+            for path, value in flags.items()
+            if path not in ("home", "redis_url")
+        ]
+        level = [f"--log-level={settings.log_level}"] if "log_level" in flags else []
+        plan = Plan(
+            settings=settings,
+            home=_home(settings.home),
+            gateway_arguments=(*shared, *typed),
+            engine_arguments=(*shared, *level, *rest),
+            settings_file=options.settings,
+        )
+        return asyncio.run(serve(plan, os.environ, _say))
+
+    return _with_known_errors(parser, arguments, run)
+
+
+def _gateway(arguments: list[str]) -> int:
+    parser = _settings_parser("gateway", "Run one gateway on a bus that runs already.", "")
+
+    def run(options: argparse.Namespace, rest: list[str]) -> int:
+        from metrics import logs
+
+        from .process import check_exposure, listen, run_gateway
+        from .settings import GatewaySettings, load_settings, supervisor_descriptor
+        from .supervisor import LISTEN_VARIABLE
+
+        settings = load_settings(options.settings, _given(options, GatewaySettings))
+        if rest:
+            parser.error(f"unknown: {' '.join(rest)}")
+        logs.configure(settings.log_level)
+        home = _home(settings.home)
+        check_exposure(settings, home)
+        inherited = os.environ.get(LISTEN_VARIABLE, "")
+        if inherited.isdigit():
+            listener = socket.socket(fileno=int(inherited))
+        else:
+            listener = listen(settings.host, settings.port)
+        url = settings.redis_url or home.bus_url
+        return asyncio.run(run_gateway(settings, home, url, listener, supervisor_descriptor()))
+
+    return _with_known_errors(parser, arguments, run)
+
+
+def _bus_guard(arguments: list[str]) -> int:
+    parser = _settings_parser("bus-guard", "Run the embedded bus of a home.", "")
+
+    def run(options: argparse.Namespace, rest: list[str]) -> int:
+        from .bus_guard import guard_bus
+        from .settings import GatewaySettings, load_settings, supervisor_descriptor
+
+        settings = load_settings(options.settings, _given(options, GatewaySettings))
+        home = _home(settings.home)
+        home.make()
+        return guard_bus(home, settings.bus_memory_bytes, supervisor_descriptor(), _say)
+
+    return _with_known_errors(parser, arguments, run)
+
+
+def _engine(arguments: list[str]) -> int:
+    if not os.environ.get("TETRARCH_REDIS_URL"):
+        home = _home(None)
+        if home.socket.exists():  # the bus of a running `tetrarch serve`
+            os.environ["TETRARCH_REDIS_URL"] = home.bus_url
+    return _workers("engine", *arguments)
+
+
+def _model(arguments: list[str]) -> int:
+    if arguments[:1] != ["fetch"]:
+        _say("usage: tetrarch model fetch [--model PATH_OR_HF_REPO]")
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    return _workers("model-fetch", *arguments[1:])
+
+
+def _doctor(arguments: list[str]) -> int:
+    return _workers("doctor", *arguments)
+
+
+def _demo(arguments: list[str]) -> int:
+    from .demo import main as demo
+
+    return demo(arguments, os.environ)
+
+
+def _token(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tetrarch token",
+        description="Access tokens for calls from other machines; only their hashes are kept.",
+        epilog="examples:\n  tetrarch token add phone\n  tetrarch token list\n  tetrarch token revoke phone",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=("add", "list", "revoke"))
+    parser.add_argument("name", nargs="?", help="who or what will use it")
+    parser.add_argument("--home", type=Path, help="home folder of the gateway")
+    parser.add_argument("--tokens-file", type=Path, help="the file, when the settings name another")
+    options = parser.parse_args(arguments)
+    if (options.name is None) != (options.verb == "list"):
+        parser.error("add and revoke take one NAME, list takes none")
+    from .tokens import TokenError, TokenStore
+
+    store = TokenStore(options.tokens_file or _home(options.home).tokens_file)
+    try:
+        if options.verb == "add":
+            print(store.add(options.name))
+            print("Shown only now. Send it as 'Authorization: Bearer TOKEN'.", file=sys.stderr)
+        elif options.verb == "revoke":
+            store.revoke(options.name)
+        else:
+            for token in store.tokens():
+                print(token.name)
+    except TokenError as error:
+        _say(error.message)
+        return 2
+    return 0
+
+
+def _workers(*arguments: str) -> int:
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "workers", *arguments])
+
+
+def _engine_flags() -> int:
+    command = [sys.executable, "-m", "workers", "engine", "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    print(text.partition("\n\n")[2] or text)
+    return 0
+
+
+def _settings_parser(verb: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    from metrics.settings import add_flags
+
+    from .settings import GatewaySettings
+
+    parser = argparse.ArgumentParser(
+        prog=f"tetrarch {verb}",
+        usage=f"tetrarch {verb} [FLAGS]",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--settings", type=Path, metavar="FILE.toml", help="settings file")
+    add_flags(parser, GatewaySettings)
+    return parser
+
+
+def _given(options: argparse.Namespace, struct: type) -> dict[str, str]:
+    from metrics.settings import given_flags
+
+    return given_flags(options, struct)
+
+
+def _with_known_errors(
+    parser: argparse.ArgumentParser,
+    arguments: list[str],
+    run: Callable[[argparse.Namespace, list[str]], int],
+) -> int:
+    from metrics.settings import SettingsError
+
+    from .errors import GatewayError
+    from .paths import HomeError
+    from .process import UnfitGateway
+    from .valkey import BusError
+
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        return run(options, rest)
+    except (SettingsError, HomeError, UnfitGateway, BusError, GatewayError) as error:
+        _say(f"{error}")
+        return 2
+
+
+def _home(folder: Path | None) -> Home:
+    return home_at(folder, os.environ)
+
+
+def _say(words: str) -> None:
+    print(f"tetrarch: {words}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
