@@ -10,7 +10,8 @@ from mlx.utils import tree_flatten, tree_map
 def dequantise(model: nn.Module) -> None:
     """Replace every quantised layer by its plain fp32 twin and cast the rest to fp32, a layer at a time.
 
-    Scales are cast first: a product in bf16 or fp16 would round every weight once more.
+    fp16 scales are multiplied in fp16, which gives the very weights of mlx-lm's own dequantisation; bf16 ones
+    are cast first, as a product in bf16 would round every weight to 8 bits once more.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
@@ -42,11 +43,13 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def _plain(module: nn.QuantizedLinear | nn.QuantizedEmbedding) -> nn.Module:
-    biases = module.get("biases")
+    scales, biases = module.scales, module.get("biases")
+    if scales.dtype == mx.bfloat16:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
     weight = mx.dequantize(
         module.weight,
-        module.scales.astype(mx.float32) if module.mode == "affine" else module.scales,
-        biases.astype(mx.float32) if biases is not None else None,
+        scales,
+        biases,
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,
