@@ -29,7 +29,7 @@ from .demo_workload import NUM_ROUNDS, agents
 
 SERVE = (sys.executable, "-m", "gateway", "serve")
 START_SECONDS = 300.0
-STOP_SECONDS = 20.0
+STOP_SECONDS = 40.0
 _POLL_SECONDS = 0.25
 _LOG_LINES = 15
 
