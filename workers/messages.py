@@ -65,13 +65,11 @@ def tokenizer_key(digest: str) -> str:
 
 
 def event_id(attempt: int, sequence: int) -> str:
-    """The stream id of an event: sequence counts from 1 (the gateway's Dispatched or verdict) within its attempt."""
+    """The stream id of an event; sequence counts from 1, the gateway's own event, within its attempt."""
     return f"{attempt}-{sequence}"
 
 
-class Message(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower, omit_defaults=True
-):
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower, omit_defaults=True):
     """Base of everything on the bus. Unknown fields are ignored, so a field may be added with a default."""
 
     v: int = VERSION
@@ -92,7 +90,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
 
 
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     """One turn for one engine."""
 
     run_id: str
@@ -109,7 +107,7 @@ class Submit(Message):
     agent: str = ""  # who calls; it returns to its last worker when that is free
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     """Ends a turn at the next step border, wherever it is. Harmless for an unknown or ended turn."""
 
     run_id: str
@@ -151,7 +149,7 @@ class ChosenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True, kw_only=True):
     """First event of a run (id 0-1), written by its gateway: creating the stream claims the run id."""
 
     model: str
@@ -162,28 +160,28 @@ class Accepted(Message):
     request: msgspec.Raw = msgspec.Raw(b"\xc0")  # what a resuming gateway needs to shape the answer
 
 
-class Dispatched(Message):
+class Dispatched(Message, frozen=True, kw_only=True):
     """The gateway sent this attempt to an engine: id `<attempt>-1`, so an engine's own events start at 2."""
 
     engine_id: str
     incarnation: int
 
 
-class Started(Message):
+class Started(Message, frozen=True, kw_only=True):
     """The turn has a worker; prefill begins after its cached tokens."""
 
     worker: int
     cached_tokens: int
 
 
-class Progress(Message):
+class Progress(Message, frozen=True, kw_only=True):
     """Prefill so far: prompt tokens in the cache, cached ones included."""
 
     processed_tokens: int
     prompt_tokens: int
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True, kw_only=True):
     """Generated tokens and the text that became certain with them; either may be empty."""
 
     token_ids: bytes  # little-endian uint32
@@ -191,7 +189,7 @@ class Tokens(Message):
     logprobs: tuple[ChosenLogprob, ...] = ()
 
 
-class Finished(Message):
+class Finished(Message, frozen=True, kw_only=True):
     """Terminal: the turn ended by itself. reason is `stop` or `length`."""
 
     reason: str
@@ -200,14 +198,14 @@ class Finished(Message):
     stop_text: str | None = None  # the stop string that ended it
 
 
-class Cancelled(Message):
+class Cancelled(Message, frozen=True, kw_only=True):
     """Terminal: a Cancel was obeyed."""
 
     usage: Usage
     timings: Timings
 
 
-class Failed(Message):
+class Failed(Message, frozen=True, kw_only=True):
     """Terminal: error names the kind (a metric label), message says what to do."""
 
     error: str
@@ -217,7 +215,7 @@ class Failed(Message):
     timings: Timings = Timings()
 
 
-class RunEnded(Message):
+class RunEnded(Message, frozen=True, kw_only=True):
     """The end of a run, under RUN_END_ID. state is `completed`, `cancelled` or `failed`."""
 
     state: str

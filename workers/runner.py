@@ -17,7 +17,7 @@ from kvcache.reads import Rows
 
 from .errors import PoolsLost
 from .mixers import StepCache
-from .plan import Segment, SegmentResult, StepPlan, StepResult
+from .plan import RowSampling, Segment, SegmentResult, StepPlan, StepResult
 from .sampling import Drawn, draw
 
 NOT_FINITE = "the model gave values that are not numbers for this turn"
@@ -64,12 +64,12 @@ class ModelRunner:
         hidden = self._body(ids[None], cache=StepCache(step, self._num_layers))[0]
         finite = mx.isfinite(hidden).all(axis=-1)
         draws = self._draw(hidden, segments)
-        lazy = [array for drawn in draws if drawn for array in drawn.arrays()]
+        lazy = [array for drawn in draws if isinstance(drawn, Drawn) for array in drawn.arrays()]
         mx.eval(finite, *lazy, *self.pools.arrays())
         are_finite: Any = finite.tolist()
         return self._collect(segments, draws, are_finite)
 
-    def _draw(self, hidden: mx.array, segments: tuple[Segment, ...]) -> list[Drawn | None]:
+    def _draw(self, hidden: mx.array, segments: tuple[Segment, ...]) -> list[Drawn | SegmentResult | None]:
         """Sample after the last row of each segment that asks for it; the head sees those rows only."""
         lasts, last = [], -1
         for segment in segments:
@@ -79,10 +79,13 @@ class ModelRunner:
         if not lasts:
             return [None] * len(segments)
         logits = iter(self._head(hidden[mx.array(lasts, mx.int32)]))
-        return [draw(next(logits), segment.row) if segment.row is not None else None for segment in segments]
+        return [_draw(next(logits), segment.row) if segment.row is not None else None for segment in segments]
 
     def _collect(
-        self, segments: tuple[Segment, ...], draws: list[Drawn | None], finite: list[bool]
+        self,
+        segments: tuple[Segment, ...],
+        draws: list[Drawn | SegmentResult | None],
+        finite: list[bool],
     ) -> tuple[SegmentResult, ...]:
         results, first = [], 0
         for segment, drawn in zip(segments, draws, strict=True):
@@ -90,10 +93,18 @@ class ModelRunner:
             if not all(finite[first:last]):
                 result = SegmentResult(None, fault=NOT_FINITE)
             else:
-                result = drawn.result() if drawn is not None else SegmentResult(None)
+                result = drawn.result() if isinstance(drawn, Drawn) else drawn or SegmentResult(None)
             if result.fault is not None:
                 # Whoever gets these pages next must not find infinities in rows beyond its own length.
                 self.pools.clear(segment.pages[segment.start // self.pools.page_tokens :])
             results.append(result)
             first = last
         return tuple(results)
+
+
+def _draw(logits: mx.array, row: RowSampling) -> Drawn | SegmentResult:
+    """What a row's settings break is that row's fault alone."""
+    try:
+        return draw(logits, row)
+    except (RuntimeError, ValueError, TypeError, IndexError, OverflowError) as error:
+        return SegmentResult(None, fault=f"sampling failed: {type(error).__name__}")

@@ -31,7 +31,8 @@ def steps(draw: st.DrawFn) -> list[Rows]:
     tables: list[list[int]] = []
     for _ in range(draw(st.integers(1, 5))):
         shared: list[int] = []
-        if tables and draw(st.booleans()):
+        inherits: bool = draw(st.booleans())
+        if tables and inherits:
             parent = draw(st.sampled_from(tables))
             shared = parent[: draw(st.integers(0, len(parent)))]
         own_tokens = draw(st.integers(0, 30))
