@@ -248,6 +248,7 @@ def _with_known_errors(
 ) -> int:
     from metrics.settings import SettingsError
 
+    from .bus import BusLost
     from .errors import GatewayError
     from .paths import HomeError
     from .process import UnfitGateway
@@ -256,6 +257,9 @@ def _with_known_errors(
     options, rest = parser.parse_known_args(arguments)
     try:
         return run(options, rest)
+    except BusLost as error:
+        _say(f"{error}")
+        return 1
     except (SettingsError, HomeError, UnfitGateway, BusError, GatewayError) as error:
         _say(f"{error}")
         return 2

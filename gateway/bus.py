@@ -173,6 +173,11 @@ class Bus:
         except LOST as error:
             self._note_commands(works=False)
             raise BusLost from error
+        except ResponseError as error:
+            if "MISCONF" not in str(error):  # its disk is full: it takes nothing until that is over
+                raise
+            self._note_commands(works=False)
+            raise BusLost from error
 
     async def execute(self, pipeline: Pipeline) -> list[Any]:
         """The answers of a pipeline, in order."""

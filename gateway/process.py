@@ -86,6 +86,14 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
 
 
+def stop_signals() -> list[signal.Signals]:
+    """What asks for a stop; a hang-up only where it is not ignored already (nohup)."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    return signals
+
+
 async def run_gateway(
     settings: GatewaySettings, home: Home, bus_url: str, listener: socket.socket, supervisor: int | None
 ) -> int:
@@ -138,7 +146,7 @@ async def _connect(bus: Bus, stopping: asyncio.Event) -> bool:
 
 def _stop_event(supervisor: int | None) -> asyncio.Event:
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in stop_signals():
         loop.add_signal_handler(number, stopping.set)
     if supervisor is not None:
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -27,7 +26,7 @@ from workers.messages import engine_lease_key
 
 from .children import Child, Command, describe_exit
 from .paths import Home
-from .process import UnfitGateway, check_exposure, listen, url_of
+from .process import UnfitGateway, check_exposure, listen, stop_signals, url_of
 from .settings import SUPERVISOR_VARIABLE, GatewaySettings
 from .valkey import BusError, check_external, hold_lock, name_holder
 
@@ -128,7 +127,7 @@ class Supervisor:
     async def run(self) -> int:
         """Starts, watches, stops."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal)
         try:
             if await self._start_bus():

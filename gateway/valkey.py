@@ -49,6 +49,7 @@ class EmbeddedValkey:
 
         Raises BusError.
         """
+        self._home.make()
         self._lock = hold_lock(self._home.bus_folder / "lock", "This bus is looked after by", START_SECONDS)
         try:
             server_lock = hold_lock(self._home.bus_folder / "server.lock", "A server is alive:")
@@ -79,6 +80,8 @@ class EmbeddedValkey:
             self._shut_down_adopted()
         with contextlib.suppress(FileNotFoundError):
             self._home.socket.unlink()
+        with contextlib.suppress(OSError):
+            self._home.socket_folder.rmdir()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
