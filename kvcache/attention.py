@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .pages import Places, Pools
+from .pages import Pools
 from .reads import Read, Rows, plan_reads
 from .rows import Stored
 
@@ -54,14 +54,17 @@ class PlannedRead:
 class StepAttention:
     """One step's rows, places and reads: built once, then `attend` is called by each layer in turn."""
 
-    def __init__(self, pools: Pools, segments: Sequence[Rows], *, queries_per_kv: int) -> None:
+    def __init__(
+        self, pools: Pools, segments: Sequence[Rows], *, queries_per_kv: int, share: bool = True
+    ) -> None:
         self._pools = pools
         self._num_rows = sum(segment.num_rows for segment in segments)
         self._queries_per_kv = queries_per_kv
         positions = [p for s in segments for p in range(s.start, s.start + s.num_rows)]
         self.positions = mx.array(positions, mx.int32)
-        self._places = Places.of(_places(segments, pools.page_tokens), pools.page_tokens)
-        reads = plan_reads(segments, pools.page_tokens)
+        places = [pools.places_of(s.pages, range(s.start, s.start + s.num_rows)) for s in segments]
+        self._places = mx.concatenate(places)
+        reads = plan_reads(segments, pools.page_tokens, share=share)
         self._reads = tuple(self._plan(read) for read in reads)
         self._merge_index = _merge_index(reads, self._num_rows)
         row = pools.row
@@ -176,15 +179,6 @@ class StepAttention:
         weight = mx.power(2.0, maximum - maximum.max(axis=0, keepdims=True))
         summed = (joined[..., 1:] * weight).sum(axis=0)
         return summed[..., 1:] / summed[..., :1]
-
-
-def _places(segments: Sequence[Rows], page_tokens: int) -> list[int]:
-    """Where each row is stored: page * page_tokens + offset."""
-    return [
-        s.pages[position // page_tokens] * page_tokens + position % page_tokens
-        for s in segments
-        for position in range(s.start, s.start + s.num_rows)
-    ]
 
 
 def _tile_borders(read: Read, widest: int, page_tokens: int) -> list[int]:

@@ -7,34 +7,15 @@ and nowhere else, because a second reference to a pool makes its next write copy
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from .cache import PageCopy
 from .rows import RowFormat, Stored
 
-KEYS, VALUES = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where a step's rows are stored: int32 [rows] page ids, and offsets within the page."""
-
-    pages: mx.array
-    offsets: mx.array
-
-    @classmethod
-    def of(cls, places: Sequence[int], page_tokens: int) -> Places:
-        """places: page * page_tokens + offset of each row."""
-        return cls(
-            mx.array([place // page_tokens for place in places], mx.int32),
-            mx.array([place % page_tokens for place in places], mx.int32),
-        )
-
 
 class Pools:
-    """`num_layers` arrays of shape [num_pages, 2 (K|V), num_kv_heads, page_tokens, width]."""
+    """`num_layers` arrays [num_pages, 2 (K|V), num_kv_heads, page_tokens, width], kept as [rows, width]."""
 
     def __init__(
         self, row: RowFormat, *, num_layers: int, num_pages: int, num_kv_heads: int, page_tokens: int = 64
@@ -43,64 +24,69 @@ class Pools:
         self.num_pages = num_pages
         self.num_kv_heads = num_kv_heads
         self.page_tokens = page_tokens
-        self._layers: list[mx.array] = []
+        self._page_rows = 2 * num_kv_heads * page_tokens
         self._num_layers = num_layers
+        self._layers: list[mx.array] = []
         self.rebuild()
 
     def rebuild(self) -> None:
         """Drop all pages and start with zeroed ones."""
         self._layers.clear()
-        shape = (self.num_pages, 2, self.num_kv_heads, self.page_tokens, self.row.width)
+        shape = (self.num_pages * self._page_rows, self.row.width)
         self._layers.extend(mx.zeros(shape, self.row.dtype) for _ in range(self._num_layers))
         mx.eval(self._layers)
 
-    def write(self, layer: int, places: Places, keys: mx.array, values: mx.array) -> None:
-        """Store one step's rows of one layer; lazy. keys, values: [rows, num_kv_heads, head_dim]."""
-        rows = self.row.pack(mx.stack([keys, values], axis=1))
+    def places_of(self, pages: Sequence[int], positions: Sequence[int]) -> mx.array:
+        """Where a path with this page table stores tokens, for `write`: int32 [tokens, K|V * kv_heads]."""
+        first = [
+            pages[position // self.page_tokens] * self._page_rows + position % self.page_tokens
+            for position in positions
+        ]
+        apart = mx.arange(2 * self.num_kv_heads, dtype=mx.int32) * self.page_tokens
+        return mx.array(first, mx.int32)[:, None] + apart
+
+    def write(self, layer: int, places: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Store one step's rows of one layer; lazy. keys, values: [tokens, num_kv_heads, head_dim]."""
+        rows = self.row.pack(mx.concatenate([keys, values], axis=1))
         pool = self._layers[layer]
-        pool[places.pages, :, :, places.offsets] = rows
+        pool[places] = rows
         self._layers[layer] = pool
 
     def read(self, layer: int, blocks: mx.array) -> tuple[Stored, Stored]:
         """K and V of whole pages; lazy. blocks: from `blocks_of`; both [streams, kv_heads, tokens, ...]."""
-        pool = self._layers[layer]
-        flat = pool.reshape(self.num_pages * 2 * self.num_kv_heads, self.page_tokens * self.row.width)
-        rows = mx.take(flat, blocks, axis=0)
+        by_block = self._layers[layer].reshape(-1, self.page_tokens * self.row.width)
+        rows = mx.take(by_block, blocks, axis=0)
         tokens = blocks.shape[-1] * self.page_tokens
-        # Splits and slices are views here; an index by a number would copy.
-        keys, values = mx.split(rows.reshape(*blocks.shape[:-1], tokens, self.row.width), 2)
-        return self.row.unpack(keys.squeeze(0)), self.row.unpack(values.squeeze(0))
+        return self.row.unpack(rows.reshape(*blocks.shape[:-1], tokens, self.row.width))
 
     def blocks_of(self, pages: Sequence[Sequence[int]]) -> mx.array:
         """Page tables of equal length -> int32 [2 (K|V), streams, num_kv_heads, pages] for `read`."""
-        table = mx.array([list(table) for table in pages], mx.int32)[None, :, None, :] * (
-            2 * self.num_kv_heads
-        )
-        kinds = mx.array([KEYS, VALUES], mx.int32)[:, None, None, None] * self.num_kv_heads
-        heads = mx.arange(self.num_kv_heads, dtype=mx.int32)[None, None, :, None]
-        return table + kinds + heads
+        table = mx.array([list(table) for table in pages], mx.int32)[:, None]
+        block = mx.arange(2 * self.num_kv_heads, dtype=mx.int32).reshape(2, 1, self.num_kv_heads, 1)
+        return table * (2 * self.num_kv_heads) + block
 
     def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Copy the heads of pages in every layer and evaluate: take, eval, write keeps each pool unshared."""
+        """Copy whole pages in every layer and evaluate: take, eval, write keeps each pool unshared."""
         if not copies:
             return
-        sources = mx.array([copy.source for copy in copies], mx.int32)
-        targets = mx.array([copy.target for copy in copies], mx.int32)
-        for layer in range(self._num_layers):
-            taken = mx.take(self._layers[layer], sources, axis=0)
+        sources = self._rows_of([copy.source for copy in copies])
+        targets = self._rows_of([copy.target for copy in copies])
+        for pool in self._layers:
+            taken = mx.take(pool, sources, axis=0)
             mx.eval(taken)
-            pool = self._layers[layer]
             pool[targets] = taken
-            self._layers[layer] = pool
-            del pool
-            mx.eval(self._layers[layer])
+        mx.eval(self._layers)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages in every layer and evaluate."""
-        targets = mx.array(list(pages), mx.int32)
+        targets = self._rows_of(pages)
         for pool in self._layers:
-            pool[targets] = mx.zeros((len(pages), *pool.shape[1:]), pool.dtype)
+            pool[targets] = mx.zeros((targets.size, self.row.width), self.row.dtype)
         mx.eval(self._layers)
+
+    def _rows_of(self, pages: Sequence[int]) -> mx.array:
+        first = mx.array(list(pages), mx.int32)[:, None] * self._page_rows
+        return (first + mx.arange(self._page_rows, dtype=mx.int32)).reshape(-1)
 
     def arrays(self) -> Sequence[mx.array]:
         """For the step's one evaluation; keep no reference past it."""

@@ -46,8 +46,8 @@ class Read:
         return len(self.rows) // len(self.pages)
 
 
-def plan_reads(segments: Sequence[Rows], page_tokens: int) -> tuple[Read, ...]:
-    """Cover every (row, visible token) pair of a step exactly once."""
+def plan_reads(segments: Sequence[Rows], page_tokens: int, *, share: bool = True) -> tuple[Read, ...]:
+    """Cover every (row, visible token) pair of a step exactly once; share: common pages are read once."""
     first_rows: list[int] = []
     total = 0
     for segment in segments:
@@ -55,7 +55,8 @@ def plan_reads(segments: Sequence[Rows], page_tokens: int) -> tuple[Read, ...]:
         total += segment.num_rows
     shared: list[Read] = []
     own_from = [0] * len(segments)
-    _share(segments, first_rows, own_from, list(range(len(segments))), 0, shared)
+    if share:
+        _share(segments, first_rows, own_from, list(range(len(segments))), 0, shared)
     suffixes: list[Read] = []
     for index, segment in enumerate(segments):
         end = segment.start + segment.num_rows

@@ -36,8 +36,8 @@ class RowFormat(Protocol):
     def pack(self, values: mx.array) -> mx.array:
         """[..., head_dim] in the compute dtype -> [..., width] in `dtype`."""
 
-    def unpack(self, rows: mx.array) -> Stored:
-        """[..., tokens, width] as stored -> factors for attention."""
+    def unpack(self, rows: mx.array) -> tuple[Stored, Stored]:
+        """K and V as stored, [2, ..., tokens, width] -> factors for attention of each."""
 
 
 class NativeRows:
@@ -54,8 +54,10 @@ class NativeRows:
     def pack(self, values: mx.array) -> mx.array:
         return values.astype(self.dtype)
 
-    def unpack(self, rows: mx.array) -> Stored:
-        return Stored(codes=rows.astype(mx.float32))
+    def unpack(self, rows: mx.array) -> tuple[Stored, Stored]:
+        # Splits are views here; an index by a number would copy.
+        keys, values = mx.split(rows.astype(mx.float32), 2)
+        return Stored(keys.squeeze(0)), Stored(values.squeeze(0))
 
 
 class Int8Rows:
@@ -85,16 +87,16 @@ class Int8Rows:
         affine = mx.concatenate([scale, bias], axis=-1).view(mx.uint32)
         return mx.concatenate([codes, affine], axis=-1)
 
-    def unpack(self, rows: mx.array) -> Stored:
+    def unpack(self, rows: mx.array) -> tuple[Stored, Stored]:
         # Casting whole rows costs less than cutting the codes out first; the affine words become junk.
-        codes = rows.view(mx.uint8).astype(mx.float32)
-        first = 2 * self.code_words
-        affine = rows.view(mx.float16)
-        scale, bias = (
-            affine[..., begin : begin + self.num_groups].astype(mx.float32).swapaxes(-1, -2)
-            for begin in (first, first + self.num_groups)
-        )
-        return Stored(codes, scale, bias)
+        codes = mx.split(rows.view(mx.uint8).astype(mx.float32), 2)
+        halves = rows.view(mx.float16)[..., 2 * self.code_words :]
+        affine = mx.split(halves.swapaxes(-1, -2).astype(mx.float32), 2)
+        return (self._stored(codes[0], affine[0]), self._stored(codes[1], affine[1]))
+
+    def _stored(self, codes: mx.array, affine: mx.array) -> Stored:
+        scale, bias = mx.split(affine.squeeze(0), 2, axis=-2)
+        return Stored(codes.squeeze(0), scale, bias)
 
 
 def row_format(bits: str, head_dim: int, compute_dtype: mx.Dtype) -> RowFormat:

@@ -17,12 +17,14 @@ class KVCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     bits: "8" stores int8 codes with fp16 scales, "native" the model's compute dtype.
     pool_tokens: tokens that the pool holds, in whole pages; None lets the memory ledger choose.
+    shared_reads: a prefix that running turns share is attended once for all of them.
     prefix_cache: False computes every prompt from its first token and keeps nothing after a turn.
     """
 
     bits: KVBits = "8"
     pool_tokens: int | None = None
     prefix_cache: bool = True
+    shared_reads: bool = True
 
     def __post_init__(self) -> None:
         check(self)

@@ -43,6 +43,7 @@ TOUCHES_MLX = {
     "kvcache/rows.py",
     "workers/doctor.py",
     "workers/gguf.py",
+    "workers/linear.py",
     "workers/mixers.py",
     "workers/model.py",
     "workers/process.py",

@@ -27,6 +27,7 @@ from .families import rope_overrides
 from .fetch import Progress, cache_dir, model_name, resolve_model, silent
 from .folder import check_folder, read_json
 from .ledger import Ledger, MemoryRequest, ModelShape, choose_weights, plan_memory, shape_of
+from .linear import quicken
 from .machine import memory_limit_bytes
 from .messages import KVFacts, TokenizerBundle, encode
 from .mixers import swap_mixers
@@ -64,12 +65,14 @@ def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
         weights.dequantise(model)
     else:
         mx.eval(model.parameters())
+    if settings.few_rows_linear and ledger.weights == "fp32" and not mx.metal.is_available():
+        quicken(model)
     swap_mixers(model)
     pools = _make_pools(settings, model, ledger)
     _limit_memory(ledger)
     return Loaded(
         model_id=model_name(settings.model),
-        runner=_make_runner(model, pools),
+        runner=_make_runner(model, pools, share_reads=settings.kvcache.shared_reads),
         tokenizer=tokenizer,
         bundle=bundle,
         digest=_digest(encode(bundle)).hex(),
@@ -154,7 +157,7 @@ def _make_pools(settings: EngineSettings, model: nn.Module, ledger: Ledger) -> P
     )
 
 
-def _make_runner(model: nn.Module, pools: Pools) -> ModelRunner:
+def _make_runner(model: nn.Module, pools: Pools, *, share_reads: bool) -> ModelRunner:
     attention = model.layers[0].self_attn
     head: Callable[[mx.array], mx.array] = (
         model.lm_head if "lm_head" in model else model.model.embed_tokens.as_linear
@@ -165,6 +168,7 @@ def _make_runner(model: nn.Module, pools: Pools) -> ModelRunner:
         head=head,
         num_layers=len(model.layers),
         queries_per_kv=attention.num_heads // attention.num_kv_heads,
+        share_reads=share_reads,
     )
 
 

@@ -34,6 +34,7 @@ class ModelRunner:
         head: Callable[[mx.array], mx.array],
         num_layers: int,
         queries_per_kv: int,
+        share_reads: bool = True,
     ) -> None:
         """body: ([1, rows] ids, cache) -> [1, rows, hidden]; head: [..., hidden] -> [..., vocabulary]."""
         self.pools = pools
@@ -41,6 +42,7 @@ class ModelRunner:
         self._head = head
         self._num_layers = num_layers
         self._queries_per_kv = queries_per_kv
+        self._share_reads = share_reads
 
     def run(self, plan: StepPlan) -> StepResult:
         """Evaluate every segment. Raises PoolsLost when the evaluation itself failed."""
@@ -59,7 +61,7 @@ class ModelRunner:
         self.pools.copy(plan.copies)
         segments = plan.segments
         rows = [Rows(segment.start, len(segment.token_ids), segment.pages) for segment in segments]
-        step = StepAttention(self.pools, rows, queries_per_kv=self._queries_per_kv)
+        step = StepAttention(self.pools, rows, queries_per_kv=self._queries_per_kv, share=self._share_reads)
         ids = mx.array([token_id for segment in segments for token_id in segment.token_ids], mx.int32)
         hidden = self._body(ids[None], cache=StepCache(step, self._num_layers))[0]
         finite = mx.isfinite(hidden).all(axis=-1)

@@ -53,6 +53,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="native keeps the quantisation, fp32 unpacks it, auto unpacks where that is faster."
         ),
     ] = "auto"
+    few_rows_linear: Annotated[
+        bool,
+        Meta(description="On a CPU with fp32 weights, multiply few rows the way that OpenBLAS does best."),
+    ] = True
     chunk_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=60)] | None,
         Meta(description="Longest prefill chunk while others decode; left out: 0.12 on a CPU, 0.3 on a GPU."),

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.attention import StepAttention
 from kvcache.cache import PageCopy
-from kvcache.pages import Places, Pools
+from kvcache.pages import Pools
 from kvcache.reads import Rows
 from kvcache.rows import Int8Rows, row_format
 
@@ -66,8 +66,8 @@ def worst_difference(bits: str, heads: tuple[int, int, int], streams: list[Strea
         keys.append(both[0])
         values.append(both[1])
         if stream.context:
-            places = [pages[p // PAGE] * PAGE + p % PAGE for p in range(stream.context)]
-            pools.write(0, Places.of(places, PAGE), both[0, : stream.context], both[1, : stream.context])
+            places = pools.places_of(pages, range(stream.context))
+            pools.write(0, places, both[0, : stream.context], both[1, : stream.context])
             mx.eval(pools.arrays())
     queries = mx.random.normal((sum(s.num_rows for s in streams), kv_heads * per_kv, head_dim))
     new = [slice(stream.context, None) for stream in streams]
@@ -113,7 +113,7 @@ def test_long_contexts_are_tiled_and_merged(monkeypatch: pytest.MonkeyPatch) -> 
 def test_garbage_beyond_a_streams_length_never_reaches_it() -> None:
     pools = Pools(row_format("8", 64, mx.float32), num_layers=1, num_pages=4, num_kv_heads=1)
     huge = mx.full((128, 1, 64), 60000.0)
-    pools.write(0, Places.of(list(range(128)), PAGE), huge, huge)
+    pools.write(0, pools.places_of([0, 1], range(128)), huge, huge)
     mx.eval(pools.arrays())
     row = mx.ones((1, 1, 64))
     output = StepAttention(pools, [Rows(0, 1, [0, 1])], queries_per_kv=1).attend(0, row, row, row, scale=0.1)
@@ -135,7 +135,7 @@ def test_page_copies_take_all_layers_and_leave_the_source() -> None:
     pools = Pools(row_format("8", 64, mx.float32), num_layers=2, num_pages=3, num_kv_heads=1)
     values = mx.random.normal((10, 1, 64))
     for layer in range(2):
-        pools.write(layer, Places.of(list(range(10)), PAGE), values, values)
+        pools.write(layer, pools.places_of([0], range(10)), values, values)
     pools.copy([PageCopy(source=0, target=2, num_tokens=10)])
     for layer in range(2):
         source, target = (pools.read(layer, pools.blocks_of([[page]])) for page in (0, 2))

@@ -81,7 +81,7 @@ def test_a_wrong_value_is_refused_with_the_remedy(flags: list[str], words: str) 
 def test_the_report_shows_no_password() -> None:
     report = as_dict(EngineSettings(redis_url="rediss://:word@host:6379"))
     assert "word" not in str(report)
-    assert report["kvcache"] == {"bits": "8", "pool_tokens": None, "prefix_cache": True}
+    assert report["kvcache"] == {"bits": "8", "pool_tokens": None, "prefix_cache": True, "shared_reads": True}
 
 
 def test_the_supervisors_pipe_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
