@@ -2,45 +2,40 @@
 
     python -m bench.fp32_model SOURCE_FOLDER TARGET_FOLDER
 
-Scales and biases are cast to fp32 before unpacking, as `tetrarch --weights fp32` does it.
+The weights are those that `tetrarch --weights fp32` computes with.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import shutil
-import sys
 from pathlib import Path
-from typing import Any
+
+from workers.machine import load_blas
 
 
-def unpacked(source: Path) -> dict[str, Any]:
-    """All arrays of the folder by name, in fp32 and without scales and biases of quantisation."""
+def convert(source: Path, target: Path) -> None:
+    """Raises what mlx-lm raises for a folder that it cannot load."""
+    load_blas()
     import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model
 
+    from workers.weights import dequantise
+
+    model, _ = load_model(source, lazy=True)
+    dequantise(model)
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, target / file.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    quantization = config.get("quantization") or {}
-    arrays: dict[str, Any] = {}
-    for file in sorted(source.glob("*.safetensors")):
-        loaded: Any = mx.load(str(file))
-        arrays.update(loaded)
-    target: dict[str, Any] = {}
-    for name, array in arrays.items():
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and f"{layer}.scales" in arrays:
-            format_ = quantization.get(layer, quantization)
-            target[name] = mx.dequantize(
-                array,
-                arrays[f"{layer}.scales"].astype(mx.float32),
-                arrays[f"{layer}.biases"].astype(mx.float32),
-                group_size=format_["group_size"],
-                bits=format_["bits"],
-            )
-        elif not (kind in ("scales", "biases") and f"{layer}.weight" in arrays):
-            target[name] = array.astype(mx.float32)
-    return target
+    config = {name: value for name, value in config.items() if not name.startswith("quantization")}
+    (target / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=2))
+    mx.save_safetensors(
+        str(target / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
+    )
 
 
 def main() -> None:
@@ -49,20 +44,7 @@ def main() -> None:
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     options = parser.parse_args()
-    if sys.platform == "linux":
-        ctypes.CDLL("libopenblas.so.0", ctypes.RTLD_GLOBAL)
-    import mlx.core as mx
-
-    options.target.mkdir(parents=True)
-    for file in options.source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name != "config.json":
-            shutil.copy(file, options.target / file.name)
-    config = json.loads((options.source / "config.json").read_text(encoding="utf-8"))
-    config = {name: value for name, value in config.items() if not name.startswith("quantization")}
-    (options.target / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=2))
-    mx.save_safetensors(
-        str(options.target / "model.safetensors"), unpacked(options.source), {"format": "mlx"}
-    )
+    convert(options.source, options.target)
 
 
 if __name__ == "__main__":
