@@ -29,9 +29,21 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Annotated[
         str,
-        Meta(description="Address to listen on; any other than loopback needs a token.", min_length=1),
+        Meta(
+            description="Address to listen on; any other than loopback needs a token.",
+            min_length=1,
+            extra={"variable": "TETRARCH_HOST"},
+        ),
     ] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8114
+    port: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65535,
+            description="Port to listen on; 0 takes a free one.",
+            extra={"variable": "TETRARCH_PORT"},
+        ),
+    ] = 8114
     allowed_hosts: Annotated[
         tuple[str, ...],
         Meta(description="Further names, comma-separated, that a request's Host header may hold."),

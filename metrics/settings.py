@@ -24,6 +24,33 @@ SECTIONS = ("engine", "gateway")
 
 FILE_VARIABLE = "TETRARCH_SETTINGS"
 
+PROCESS_VARIABLES = frozenset(
+    {
+        "TETRARCH_CACHE",
+        "TETRARCH_HOME",
+        "TETRARCH_LISTEN_FD",
+        FILE_VARIABLE,
+        "TETRARCH_SOAK",
+        "TETRARCH_SUPERVISOR_FD",
+    }
+)
+"""Variables that are no room's setting."""
+
+SHORT_VARIABLES = frozenset(
+    {
+        "TETRARCH_CONTEXT",
+        "TETRARCH_HOST",
+        "TETRARCH_KV_BITS",
+        "TETRARCH_MODEL",
+        "TETRARCH_POOL_TOKENS",
+        "TETRARCH_PORT",
+        "TETRARCH_REDIS_URL",
+        "TETRARCH_WEIGHTS",
+        "TETRARCH_WORKERS",
+    }
+)
+"""The rooms' short names (`extra={"variable": ...}`): each process must know those of the other."""
+
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
@@ -77,10 +104,10 @@ def load(
 
 def fields_of(struct_type: type[msgspec.Struct]) -> list[Field]:
     """The leaves in order. A field's `Meta` gives its `description`, and in `extra`: `flag` (another flag
-    name), `variable` (a short environment alias), `secret`; a nested struct's `flags` renames its fields'.
-    Without a description, the line `name: what it does` of the struct's docstring is the help.
+    name), `variable` (a short environment alias), `secret`; a nested struct's `flags` and `variables` give
+    its fields'. Without a description, the line `name: what it does` of the struct's docstring is the help.
     """
-    return list(_walk(struct_type, prefix="", flags={}))
+    return list(_walk(struct_type, prefix="", outer={}))
 
 
 def add_flags(parser: argparse.ArgumentParser, struct_type: type[msgspec.Struct]) -> None:
@@ -130,14 +157,15 @@ def mask(secret: Any) -> str | None:
     return f"{scheme}://{'***@' if at else ''}{host}{'?***' if question else ''}"
 
 
-def _walk(struct_type: type[msgspec.Struct], prefix: str, flags: Mapping[str, str]) -> Iterator[Field]:
+def _walk(struct_type: type[msgspec.Struct], prefix: str, outer: Mapping[str, Any]) -> Iterator[Field]:
+    flags, variables = outer.get("flags", {}), outer.get("variables", {})
     for info in msgspec.structs.fields(struct_type):
         meta = _meta(info.type)
         extra = meta.extra or {}
         path = prefix + info.name
         nested = _bare(info.type)
         if isinstance(nested, type) and issubclass(nested, msgspec.Struct):
-            yield from _walk(nested, f"{path}.", extra.get("flags", {}))
+            yield from _walk(nested, f"{path}.", extra)
             continue
         flag = flags.get(info.name) or extra.get("flag") or path.replace(".", "-").replace("_", "-")
         yield Field(
@@ -146,7 +174,7 @@ def _walk(struct_type: type[msgspec.Struct], prefix: str, flags: Mapping[str, st
             default=info.default,
             help=meta.description or _described_in(struct_type.__doc__ or "", info.name),
             flag=flag,
-            variable=extra.get("variable"),
+            variable=variables.get(info.name) or extra.get("variable"),
             secret=bool(extra.get("secret")),
         )
 
@@ -198,9 +226,11 @@ def _from_environ(environ: Mapping[str, str], section: str, fields: Mapping[str,
     start = f"TETRARCH_{section.upper()}_"
     names = {f.variable: f.path for f in fields.values() if f.variable is not None}
     names |= {start + path.replace(".", "_").upper(): path for path in fields}
+    others = tuple(f"TETRARCH_{other.upper()}_" for other in SECTIONS if other != section)
+    known = sorted({*names, *PROCESS_VARIABLES, *SHORT_VARIABLES})
     for variable in environ:
-        if variable.startswith(start) and variable not in names:
-            raise SettingsError(f"{variable}: unknown setting; {_nearest(variable, names)}")
+        if variable.startswith("TETRARCH_") and not variable.startswith(others) and variable not in known:
+            raise SettingsError(f"{variable}: unknown setting; {_nearest(variable, known)}")
     return {path: _Given(environ[name], name) for name, path in names.items() if environ.get(name)}
 
 

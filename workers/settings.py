@@ -42,15 +42,27 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"variable": "TETRARCH_MODEL"},
         ),
     ] = None
-    workers: Annotated[int, Meta(ge=1, le=16, description="Turns that run at the same time.")] = 4
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description="Turns that run at the same time.",
+            extra={"variable": "TETRARCH_WORKERS"},
+        ),
+    ] = 4
     context: Annotated[
         Annotated[int, Meta(ge=64)] | None,
-        Meta(description="Longest prompt plus answer, in tokens; left out: the model's."),
+        Meta(
+            description="Longest prompt plus answer, in tokens; left out: the model's.",
+            extra={"variable": "TETRARCH_CONTEXT"},
+        ),
     ] = None
     weights: Annotated[
         Weights,
         Meta(
-            description="native keeps the quantisation, fp32 unpacks it, auto unpacks where that is faster."
+            description="native keeps the quantisation, fp32 unpacks it, auto unpacks where that is faster.",
+            extra={"variable": "TETRARCH_WEIGHTS"},
         ),
     ] = "auto"
     few_rows_linear: Annotated[
@@ -83,7 +95,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kvcache: Annotated[
         KVCacheSettings,
         Meta(
-            extra={"flags": {"bits": "kv-bits", "pool_tokens": "pool-tokens", "prefix_cache": "prefix-cache"}}
+            extra={
+                "flags": {"bits": "kv-bits", "pool_tokens": "pool-tokens", "prefix_cache": "prefix-cache"},
+                "variables": {"bits": "TETRARCH_KV_BITS", "pool_tokens": "TETRARCH_POOL_TOKENS"},
+            }
         ),
     ] = msgspec.field(default_factory=KVCacheSettings)
 

@@ -8,7 +8,19 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from metrics.settings import SettingsError, add_flags, as_dict, given_flags, load, mask
+from gateway.settings import GatewaySettings
+from metrics.settings import (
+    PROCESS_VARIABLES,
+    SHORT_VARIABLES,
+    SettingsError,
+    add_flags,
+    as_dict,
+    fields_of,
+    given_flags,
+    load,
+    mask,
+)
+from workers.settings import EngineSettings
 
 
 class Cache(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +44,15 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     folder: Path = Path("here")
     bus_url: Annotated[str | None, Meta(extra={"variable": "TETRARCH_REDIS_URL", "secret": True})] = None
-    cache: Annotated[Cache, Meta(extra={"flags": {"bits": "kv-bits", "keep": "prefix-cache"}})] = Cache()
+    cache: Annotated[
+        Cache,
+        Meta(
+            extra={
+                "flags": {"bits": "kv-bits", "keep": "prefix-cache"},
+                "variables": {"bits": "TETRARCH_KV_BITS"},
+            }
+        ),
+    ] = Cache()
 
     def __post_init__(self) -> None:
         if self.workers == 13:
@@ -146,6 +166,38 @@ def test_a_wrong_variable_is_refused_by_name(environ: dict[str, str], words: str
     with pytest.raises(SettingsError) as refusal:
         load_room(environ=environ)
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("TETRARCH_ENGIN_X", "TETRARCH_ENGIN_X: unknown setting; did you mean TETRARCH_ENGINE_"),
+        ("TETRARCH_WORKRES", "did you mean TETRARCH_WORKERS?"),
+        ("TETRARCH_KVBITS", "did you mean TETRARCH_KV_BITS?"),
+        ("TETRARCH_", "unknown setting"),
+    ],
+)
+def test_a_variable_of_no_process_is_refused_by_name(name: str, words: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        load_room(environ={name: "1"})
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_rooms_inside_has_short_names_too() -> None:
+    assert load_room(environ={"TETRARCH_KV_BITS": "native"}).cache.bits == "native"
+
+
+def test_variables_of_other_processes_and_programs_are_not_ours_to_judge() -> None:
+    environ = dict.fromkeys((*PROCESS_VARIABLES - {"TETRARCH_SETTINGS"}, *SHORT_VARIABLES), "8")
+    environ |= {"TETRARCH_GATEWAY_UNKNOWN": "1", "OTHER": "1", "XTETRARCH_Y": "1", "TETRARCHY": "1"}
+    assert load_room(environ=environ).cache.bits == "8"
+
+
+def test_each_short_name_of_a_process_is_known_to_the_other() -> None:
+    fields = [*fields_of(EngineSettings), *fields_of(GatewaySettings)]
+    short = {field.variable for field in fields if field.variable} - PROCESS_VARIABLES
+    assert short - {"TETRARCH_ENGINE_ID"} == SHORT_VARIABLES  # that one has the engine's own beginning
 
 
 def test_a_wrong_flag_is_refused_by_its_flag_name() -> None:

@@ -51,6 +51,21 @@ def test_the_short_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.kvcache.pool_tokens == 640
 
 
+def test_the_names_that_a_user_would_try_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("WORKERS", "8"),
+        ("CONTEXT", "4096"),
+        ("KV_BITS", "native"),
+        ("POOL_TOKENS", "640"),
+        ("WEIGHTS", "fp32"),
+    ):
+        monkeypatch.setenv(f"TETRARCH_{name}", value)
+    settings = parse()
+    assert (settings.workers, settings.context, settings.weights) == (8, 4096, "fp32")
+    assert (settings.kvcache.bits, settings.kvcache.pool_tokens) == ("native", 640)
+    assert parse("--workers", "2").workers == 2
+
+
 def test_the_file_holds_the_cache_in_a_table_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("[engine]\nworkers = 3\n[engine.kvcache]\nbits = 'native'\n[gateway]\nport = 1\n")
