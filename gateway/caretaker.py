@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from metrics.logs import about_run
 from workers.messages import RUNS_LIVE_KEY, gateway_lease_key, run_events_key
 
 from .bus import Bus, BusLost, end_tasks
@@ -65,7 +66,8 @@ class Caretaker:
         """Each local run's missing next step, at once; called after each look at the engines."""
         for run in self._runs.local():
             if run.run_id not in self._at_work and not run.lock.locked():
-                work = self._next_step(run, time.monotonic())
+                with run.in_logs():
+                    work = self._next_step(run, time.monotonic())
                 if work is not None:
                     self._at_work.add(run.run_id)
                     self._spawn(self._do(run, work))
@@ -77,9 +79,9 @@ class Caretaker:
         foreign = {name.decode() for name in members} - local
         for run_id in sorted(foreign):
             if await self._is_abandoned(run_id):
-                with contextlib.suppress(RunNotFound):
+                with contextlib.suppress(RunNotFound), about_run(run_id):
                     if await self._runs.adopt(run_id) is not None:
-                        log.info("run_adopted", run=run_id)
+                        log.info("run_adopted")
         self._seen = foreign
 
     async def _is_abandoned(self, run_id: str) -> bool:
@@ -134,7 +136,7 @@ class Caretaker:
         if run.order is not None and state.num_tokens == 0 and state.attempt < MAX_ATTEMPTS:
             engines = self._runs.engines_for(run.order)
             if engines:
-                log.info("turn_sent_again", run=run.run_id, engine=engines[0].info.engine_id)
+                log.info("turn_sent_again", engine=engines[0].info.engine_id)
                 return self._runs.dispatch(run, engines[0])
             if not self._waited(run, now):
                 return None
@@ -151,7 +153,8 @@ class Caretaker:
 
     async def _do(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await work
+            with run.in_logs():
+                await work
         except (BusLost, RunNotFound):
             pass  # the next look tries again
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import structlog
 from aiohttp import web
 
 from .api import parse_chat
@@ -15,6 +16,8 @@ async def post_chat(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     asked = parse_chat(await request.read())
     caller = caller_of(request.headers, asked.user, request.get(TENANT_KEY, ""))
+    if caller.agent:
+        structlog.contextvars.bind_contextvars(session=caller.agent)
     prepared = await prepare_chat(asked, caller, state.directory, state.prompts)
     run_id = await state.followers.start(prepared.order)
     return await answer_run(request, run_id, on_end=prepared.learn)

@@ -32,6 +32,9 @@ log = structlog.get_logger(__name__)
 @web.middleware
 async def tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every failure becomes OpenAI's error object; what nobody foresaw becomes a numbered incident."""
+    # A connection's requests may share one context: what this one binds to its log lines ends with it.
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(request_id=_request_id(request))
     try:
         return await handler(request)
     except GatewayError as error:
@@ -45,7 +48,9 @@ async def tell_errors(request: web.Request, handler: Handler) -> web.StreamRespo
         has_left = request.transport is None or request.transport.is_closing()
         if has_left and isinstance(error, ConnectionError):
             raise  # there is nobody to tell
-        return await _tell(request, _incident(request, error))
+        return await _tell(request, _incident(error))
+    finally:
+        structlog.contextvars.clear_contextvars()
 
 
 @web.middleware
@@ -197,15 +202,13 @@ def _from_http(request: web.Request, answer: web.HTTPException) -> GatewayError:
     return error
 
 
-def _incident(request: web.Request, error: Exception) -> GatewayError:
+def _incident(error: Exception) -> GatewayError:
     """Logged by place and type only: an exception's text may hold a prompt."""
     number = uuid.uuid4().hex[:12]
     frames = traceback.extract_tb(error.__traceback__)[-6:]
     log.error(
         "incident",
         incident=number,
-        request=_request_id(request),
-        run=request.get(RUN_KEY),
         exception=type(error).__name__,
         frames=[f"{frame.filename.rsplit('/', 2)[-1]}:{frame.lineno}:{frame.name}" for frame in frames],
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import re
 import time
 import uuid
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from metrics.logs import about_run
 from workers.messages import (
     RUN_END_ID,
     RUNS_LIVE_KEY,
@@ -79,6 +81,10 @@ class Run:
         """Its stream."""
         return run_events_key(self.run_id)
 
+    def in_logs(self) -> contextlib.AbstractContextManager[None]:
+        """Lines inside are about this run."""
+        return about_run(self.run_id, self.order.agent if self.order is not None else "")
+
 
 class Runs:
     """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once."""
@@ -106,6 +112,8 @@ class Runs:
             run = await self._create(order)
         finally:
             self._places.unreserve()
+        with run.in_logs():
+            log.info("run_started", num_prompt_tokens=order.prompt_tokens, max_tokens=order.max_tokens)
         self._follow(run)
         self._places.enter(run.run_id, order)
         self.release()
@@ -149,7 +157,7 @@ class Runs:
             return
         if not run.cancel_requested:
             run.cancel_requested, run.since = True, time.monotonic()
-        await asyncio.wait({self._spawn(self.send_cancel(run))}, timeout=2.0)
+        await asyncio.wait({self._spawn(run, self.send_cancel(run))}, timeout=2.0)
 
     def is_live(self, run_id: str) -> bool:
         """Whether this gateway follows the run and has not seen its end."""
@@ -193,7 +201,8 @@ class Runs:
         if self._closed:
             return
         for release in self._places.releases():
-            self._spawn(self.dispatch(self._runs[release.run_id], release.engine))
+            run = self._runs[release.run_id]
+            self._spawn(run, self.dispatch(run, release.engine))
 
     async def dispatch(self, run: Run, engine: EngineView) -> None:
         """Sends the turn as a new attempt, unless the run has a token or an end; waits for a lost bus."""
@@ -232,7 +241,7 @@ class Runs:
             try:
                 await self._bus.append_watched(run.key, run.state.last_id, decide)
             except BusLost:
-                log.warning("verdict_delayed", run=run.run_id)
+                log.warning("verdict_delayed")
 
     async def stop(self, grace_seconds: float) -> None:
         """Takes no more runs, gives the open ones a moment, then ends the attached ones with an error."""
@@ -251,7 +260,8 @@ class Runs:
         if run.state.accepted is not None and run.state.accepted.gateway == self._bus.gateway_id:
             message = "The server is stopping. Send the call again when it is back."
             state = run.state
-            await self.write_verdict(run, failed(state, "server_stopping", message))
+            with run.in_logs():
+                await self.write_verdict(run, failed(state, "server_stopping", message))
             if state.is_on_engine:
                 await self._tell_engine(run, state)  # after the verdict, or its end might come first
 
@@ -313,7 +323,7 @@ class Runs:
 
     def _follow(self, run: Run) -> None:
         self._runs[run.run_id] = run
-        run.task = self._spawn(self._drive(run))
+        run.task = self._spawn(run, self._drive(run))
 
     async def _drive(self, run: Run) -> None:
         """Follows a run to its end, whether or not a client reads it."""
@@ -328,9 +338,10 @@ class Runs:
                     for listener in self.on_turn_end:
                         listener(run.run_id, run.state)
                     await self._end(run)
+            log.info("run_ended", state=run.state.ended.state if run.state.ended is not None else None)
             await self._clear(run)
         except StreamGone:
-            log.warning("run_lost", run=run.run_id)
+            log.warning("run_lost")
             await self.send_cancel(run)
             await self._clear(run)
         finally:
@@ -349,7 +360,7 @@ class Runs:
                 self._places.note_prefilled(run.run_id)
         else:
             message = "The engine speaks a newer version of the bus: upgrade this gateway."
-            self._spawn(self.write_verdict(run, failed(run.state, "upgrade_gateway", message)))
+            self._spawn(run, self.write_verdict(run, failed(run.state, "upgrade_gateway", message)))
 
     async def _end(self, run: Run) -> None:
         """Writes the run's end; when another gateway was faster, its end stands."""
@@ -372,15 +383,18 @@ class Runs:
         try:
             await self._bus.execute(pipeline)
         except BusLost:
-            log.info("run_not_cleared", run=run.run_id)  # the next gateway's sweep finds it ended
+            log.info("run_not_cleared")  # the next gateway's sweep finds it ended
 
     async def _wait_for_ends(self, seconds: float) -> None:
-        tasks = [run.task for run in self.local() if run.task is not None]
-        if tasks:
+        if tasks := [run.task for run in self.local() if run.task is not None]:
             await asyncio.wait(tasks, timeout=seconds)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def _spawn(self, run: Run, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        def create() -> asyncio.Task[None]:
+            with run.in_logs():
+                return asyncio.create_task(work)
+
+        task = contextvars.Context().run(create)  # what it logs is about its own run, not its starter's
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

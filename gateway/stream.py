@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from workers.messages import RUN_END_ID
@@ -82,6 +83,7 @@ async def answer_run(
     run, and the turn's own failure when no stream is open.
     """
     request[RUN_KEY] = run_id
+    structlog.contextvars.bind_contextvars(run=run_id)  # until the request ends (middleware.py)
     answer = Answer(run_id)
     state = request.app[STATE]
     is_ours = False

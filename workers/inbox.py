@@ -14,6 +14,8 @@ import structlog
 from redis import Redis
 from redis.exceptions import RedisError
 
+from metrics.logs import about_run
+
 from .backlog import TurnKey
 from .messages import (
     EVENT_FIELD,
@@ -95,6 +97,10 @@ class Inbox:
             log.error("inbox message is not readable", inbox_id=inbox_id.decode(), error=str(error))
             self._outbox.delete([inbox_id])
             return
+        with about_run(envelope.run_id or "", message.agent if isinstance(message, Submit) else ""):
+            self._sort(inbox_id, envelope, message)
+
+    def _sort(self, inbox_id: bytes, envelope: _Envelope, message: ToEngine | None) -> None:
         if message is None:
             self._refuse_version(inbox_id, envelope)
         elif isinstance(message, Cancel):

@@ -13,9 +13,11 @@ from typing import Protocol
 
 import structlog
 
+from metrics.logs import about_run
+
 from .bus import Bus
 from .counters import EngineCounts
-from .messages import Cancel, EngineInfo, EngineStats, Submit, ToEngine, TokenizerBundle
+from .messages import Cancel, EngineInfo, EngineStats, Failed, Submit, ToEngine, TokenizerBundle
 from .turn import TurnEvent
 
 IDLE_CHECK_SECONDS = 2.0
@@ -106,7 +108,9 @@ class EngineLoop:
         if self._engine.has_work:
             self._is_checked = False
             self._bus.wait_for_room()
-            self._bus.send(self._engine.step())
+            events = self._engine.step()
+            self._bus.send(events)
+            _log_failures(events)
         elif not self._is_checked:
             self._engine.check_integrity()
             self._is_checked = True
@@ -118,10 +122,13 @@ class EngineLoop:
         return None if self._is_checked else IDLE_CHECK_SECONDS
 
     def _take(self, message: ToEngine) -> None:
-        if isinstance(message, Submit):
-            self._engine.submit(message)
-        else:
-            self._engine.cancel(message)
+        session = message.agent if isinstance(message, Submit) else ""
+        with about_run(message.run_id, session):
+            log.debug("taken", kind=type(message).__name__.lower(), attempt=message.attempt)
+            if isinstance(message, Submit):
+                self._engine.submit(message)
+            else:
+                self._engine.cancel(message)
 
     def _begin_again(self) -> None:
         self._engine.abandon()
@@ -146,6 +153,13 @@ class EngineLoop:
         if self._stopping.is_set():
             return "stopping"
         return why_stuck(age, self._engine.step_predicted_seconds)
+
+
+def _log_failures(events: list[TurnEvent]) -> None:
+    for told in events:
+        if isinstance(told.event, Failed):
+            with about_run(told.run_id):
+                log.info("turn failed", error=told.event.error, problem=told.event.message)
 
 
 def why_stuck(age_seconds: float, predicted_seconds: float | None) -> str:

@@ -14,6 +14,8 @@ import structlog
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from metrics.logs import about_run
+
 from .backlog import Backlog, Entry, TurnKey
 from .messages import EVENT_FIELD, Event, inbox_key, run_events_key
 
@@ -22,6 +24,8 @@ BUFFER_BYTES = 16 << 20
 """What is kept back of either while the bus is lost, before the engine pauses."""
 
 _RETRY_SECONDS = 0.2
+_FENCED = ("equal or smaller", "exhausted the last possible ID")
+"""The bus's words for an id that comes too late: after a later attempt's, or after the run's end."""
 
 log = structlog.get_logger(__name__)
 
@@ -153,8 +157,9 @@ class Outbox:
     def _is_in_stream(self, entry: Entry, reply: object) -> bool:
         if not isinstance(reply, ResponseError):
             return reply is not None  # nil: there is no such stream any more
-        if "equal or smaller" not in str(reply):
-            log.error("the bus refused an event", run=entry.key.run_id, error=str(reply))
+        if not any(words in str(reply) for words in _FENCED):
+            with about_run(entry.key.run_id):
+                log.error("the bus refused an event", error=str(reply))
             return False
         # Written by an earlier try whose answer was lost, or the gateway's verdict came before it.
         found: Any = self._client.xrange(run_events_key(entry.key.run_id), min=entry.id, max=entry.id)
@@ -178,8 +183,9 @@ class Outbox:
             still_open = [key for key in refused if self._backlog.is_open(key)]
             self._changed.notify_all()
         for key in still_open:
-            log.info("turn fenced by the bus", run=key.run_id, attempt=key.attempt)
-            self._on_refused(key)
+            with about_run(key.run_id):
+                log.info("turn fenced by the bus", attempt=key.attempt)
+                self._on_refused(key)
         if inbox_ids:
             self.delete(inbox_ids)
 

@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from redis import Redis
 
-from tests.conftest import ValkeyServer
+from tests.conftest import Logged, ValkeyServer
 from workers.bus import Bus
 from workers.errors import BusError
 from workers.messages import (
     ENGINES_KEY,
     EVENT_FIELD,
     LEASE_SECONDS,
+    RUN_END_ID,
     Accepted,
     Cancel,
     Dispatched,
@@ -28,6 +29,7 @@ from workers.messages import (
     Finished,
     KVFacts,
     Message,
+    RunEnded,
     Started,
     Submit,
     Timings,
@@ -252,6 +254,22 @@ def test_an_older_attempt_is_fenced_and_cancelled(pair: tuple[Bus, Desk]) -> Non
     wait_for(lambda: desk.events("run-2"))
     assert desk.text("run-1") == "a"
     assert END not in desk.events("run-1").values()
+
+
+def test_an_ended_run_fences_its_turn_without_an_error(pair: tuple[Bus, Desk], logged: Logged) -> None:
+    bus, desk = pair
+    desk.dispatch("run-1", incarnation=1)
+    receive(bus)
+    desk.write("run-1", RUN_END_ID, RunEnded(state="failed"))
+    before = desk.events("run-1")
+    bus.send([told("run-1", STARTED)])
+    assert receive(bus) == Cancel(run_id="run-1", attempt=1)
+    bus.send([told("run-1", END)])
+    wait_for(lambda: desk.num_inbox_entries() == 0)
+    assert desk.events("run-1") == before
+    (fenced,) = logged.lines("turn fenced by the bus")
+    assert fenced["run"] == "run-1"
+    assert not logged.lines("the bus refused an event")
 
 
 def test_two_attempts_of_a_run_are_two_turns(pair: tuple[Bus, Desk]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.cache import Cache
 from kvcache.errors import IntegrityError
-from tests.conftest import ValkeyServer
+from tests.conftest import Logged, ValkeyServer
 from tests.fakes import FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
 from tests.workers.test_bus import BUNDLE, INFO, Desk, wait_for
 from workers.engine import Engine
@@ -96,6 +96,18 @@ def rig(valkey: ValkeyServer) -> Iterator[Rig]:
             yield rig
         finally:
             rig.stop()
+
+
+def test_lines_about_a_turn_carry_its_run_and_session(rig: Rig, logged: Logged) -> None:
+    rig.desk.create("run-1")
+    submit = fake_submit("run-1", list(b"too long a prompt") * 1000)
+    rig.desk.send(msgspec.structs.replace(submit, digest="d1", incarnation=1, agent="a7"))
+    wait_for(lambda: logged.lines("turn failed"))
+    (taken,) = logged.lines("taken")
+    assert (taken["run"], taken["session"]) == ("run-1", "a7")
+    (failed,) = logged.lines("turn failed")
+    assert failed["run"] == "run-1"
+    assert failed["error"]
 
 
 def test_four_turns_over_the_bus_give_what_each_gives_alone(rig: Rig) -> None:
