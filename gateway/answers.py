@@ -104,7 +104,7 @@ class Answer:
                 return TurnFailed(error, message, retryable=retryable)
         if not self.ended:
             return None
-        return TurnFailed("internal_error", "The run ended without saying why. Send the call again.")
+        return TurnFailed("internal_error", "The run ended without saying why.")
 
     def keep_alive(self) -> Chunk | None:
         """A chunk that adds nothing, for clients that count only data."""

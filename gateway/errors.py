@@ -43,6 +43,11 @@ KINDS: dict[str, ErrorKind] = {
     # ours
     "cancelled": ErrorKind(499, SERVER),
     "internal_error": ErrorKind(500, SERVER),
+    # ours, and another try would end the same
+    "row_fault": ErrorKind(500, SERVER),
+    "out_of_pages": ErrorKind(500, SERVER),
+    "upgrade_engine": ErrorKind(500, SERVER),
+    "upgrade_gateway": ErrorKind(500, SERVER),
 }
 """One table: kind (also the metric label and OpenAI `code`) -> status, type, retryability."""
 
@@ -142,12 +147,15 @@ class NoEngine(GatewayError):
 
 
 class TurnFailed(GatewayError):
-    """A turn ended in `Failed` or `Cancelled`; kind and message are the event's own."""
+    """A turn ended in `Failed` or `Cancelled`; kind, message and retryability are the event's own."""
 
     def __init__(self, kind: str, message: str, *, retryable: bool | None = None) -> None:
         super().__init__(kind, message, retryable=retryable)
-        if kind not in KINDS and self.retryable:
+        if self.retryable:
+            self.retry_after = 1
             self.status = 503
+        elif self.status == 503:
+            self.status = 500
 
 
 def shorten(value: object, limit: int = 60) -> str:

@@ -172,6 +172,7 @@ async def _tell(request: web.Request, error: GatewayError) -> web.StreamResponse
             pass  # the client left as well
         return stream.response
     response = json_response(error.body(), status=error.status)
+    response.headers["x-should-retry"] = "true" if error.retryable else "false"  # OpenAI's clients obey it
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(max(1, round(error.retry_after)))
     if error.status == 401:

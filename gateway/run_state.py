@@ -127,9 +127,9 @@ def cancelled(state: RunState) -> Cancelled:
     return Cancelled(usage=_usage(state), timings=Timings())
 
 
-def failed(state: RunState, error: str, message: str) -> Failed:
-    """The verdict for a turn that no engine will end. All that a gateway sees fail may be sent again."""
-    return Failed(error=error, message=message, retryable=True, usage=_usage(state))
+def failed(state: RunState, error: str, message: str, *, retryable: bool = True) -> Failed:
+    """The verdict for a turn that no engine will end. Most that a gateway sees fail may be sent again."""
+    return Failed(error=error, message=message, retryable=retryable, usage=_usage(state))
 
 
 def _usage(state: RunState) -> Usage:

@@ -360,7 +360,8 @@ class Runs:
                 self._places.note_prefilled(run.run_id)
         else:
             message = "The engine speaks a newer version of the bus: upgrade this gateway."
-            self._spawn(run, self.write_verdict(run, failed(run.state, "upgrade_gateway", message)))
+            verdict = failed(run.state, "upgrade_gateway", message, retryable=False)
+            self._spawn(run, self.write_verdict(run, verdict))
 
     async def _end(self, run: Run) -> None:
         """Writes the run's end; when another gateway was faster, its end stands."""

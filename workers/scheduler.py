@@ -21,6 +21,10 @@ from .plan import Segment, SegmentResult, StepPlan, StepResult
 from .turn import Turn, TurnEvent
 
 
+FOR_GOOD = frozenset({"row_fault", "out_of_pages"})
+"""Kinds of failure that follow from the turn itself: sending it again repeats the work and the failure."""
+
+
 class Scheduler:
     """Owns the queue, the workers and every turn's path in the cache."""
 
@@ -189,7 +193,7 @@ class Scheduler:
         if fault is not None:
             self._cache.poison(turn.path)
             turn.path = None
-            self._fail(turn, "row_fault", f"this turn's numbers went wrong ({fault}): send it again", now)
+            self._fail(turn, "row_fault", f"this turn's numbers went wrong ({fault}): change its prompt", now)
             return
         self._cache.commit(turn.path, segment.token_ids)
         if turn is self._prefilling:
@@ -232,15 +236,14 @@ class Scheduler:
         except Exception as error:  # the border of one turn: ends in its terminal event
             if (turn.run_id, turn.attempt) not in self._turns:
                 raise  # it has ended already: what broke is the engine's
-            self._fail(
-                turn, kind, f"this turn failed inside the engine ({_brief(error)}): send it again", now
-            )
+            remedy = "change its prompt or settings" if kind in FOR_GOOD else "send it again"
+            self._fail(turn, kind, f"this turn failed inside the engine ({_brief(error)}): {remedy}", now)
 
     def _fail(self, turn: Turn, kind: str, message: str, now: float) -> None:
         failed = Failed(
             error=kind,
             message=message,
-            retryable=kind != "out_of_pages",
+            retryable=kind not in FOR_GOOD,
             usage=turn.usage(),
             timings=turn.timings(now),
         )

@@ -228,6 +228,35 @@ async def test_a_failed_turn_is_an_error_not_an_answer(gateway: Gateway) -> None
     assert (await gateway.post(HELLO))[0] == 500
 
 
+@pytest.mark.parametrize(
+    ("failure", "status", "should_retry", "retry_after"),
+    [
+        (Failed(error="engine_lost", message="x", retryable=True), 503, "true", "1"),
+        (Failed(error="server_stopping", message="x", retryable=True), 503, "true", "1"),
+        (Failed(error="step_failed", message="x", retryable=True), 503, "true", "1"),
+        (Failed(error="row_fault", message="x"), 500, "false", None),
+        (Failed(error="out_of_pages", message="x"), 500, "false", None),
+        (Failed(error="engine_lost", message="x"), 500, "false", None),
+        (Overloaded(7), 429, "true", "7"),
+        (NoEngine("none"), 503, "true", "2"),
+        (RuntimeError("x"), 500, "false", None),
+    ],
+)
+async def test_a_client_is_told_whether_another_try_may_help(
+    gateway: Gateway, failure: Any, status: int, should_retry: str, retry_after: str | None
+) -> None:
+    if isinstance(failure, Failed):
+        gateway.runs.script = lambda order: [failure]
+    else:
+        gateway.runs.refuse = failure
+    async with gateway.http.post(gateway.url + CHAT, json=HELLO) as response:
+        assert response.status == status
+        assert response.headers["x-should-retry"] == should_retry
+        assert response.headers.get("Retry-After") == retry_after
+    async with gateway.http.post(gateway.url + CHAT, json={}) as response:
+        assert (response.status, response.headers["x-should-retry"]) == (400, "false")
+
+
 async def test_an_unforeseen_exception_is_an_incident_without_its_text(
     gateway: Gateway, capsys: pytest.CaptureFixture[str]
 ) -> None:

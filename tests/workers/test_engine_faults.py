@@ -70,7 +70,7 @@ def test_not_a_number_in_one_row_fails_that_turn_alone() -> None:
     bench.runner.fault_of = fault_of
     bench.run()
     failed = bench.end("run1")
-    assert isinstance(failed, Failed) and failed.error == "row_fault" and failed.retryable
+    assert isinstance(failed, Failed) and failed.error == "row_fault" and not failed.retryable
     assert "not a number" in failed.message
     for index in (0, 2, 3):
         assert bench.token_ids(f"run{index}") == bench.model.generate(submits[index], 12)
