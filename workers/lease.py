@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 from redis import Redis
 from redis.client import Pipeline
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import RedisError
 
 from .errors import BusError
 from .messages import (
@@ -150,17 +150,18 @@ class Lease:
         self._bus_failed = False
 
     def _change_ours(self, change: Callable[[Pipeline], object]) -> bool:
-        """Changes the lease in one transaction with the check that it is ours; False: it is not."""
+        """Changes the lease in one transaction with the check that it is ours; False: it is not.
+
+        Raises RedisError when that is not known. WatchError is one: redis-py raises it when the lease
+        changed, and likewise when the connection failed while it watched. The next beat sees which it was.
+        """
         with self._client.pipeline() as pipeline:
-            try:
-                pipeline.watch(self._key)  # type: ignore[no-untyped-call]
-                if pipeline.get(self._key) != self._value:
-                    return False
-                pipeline.multi()
-                change(pipeline)
-                return bool(pipeline.execute()[0])  # 0: it expired in between
-            except WatchError:
+            pipeline.watch(self._key)  # type: ignore[no-untyped-call]
+            if pipeline.get(self._key) != self._value:
                 return False
+            pipeline.multi()
+            change(pipeline)
+            return bool(pipeline.execute()[0])  # 0: it expired in between
 
     def _taken(self) -> bool:
         """Takes a free lease. Everything that a gateway reads of us is there before it."""
@@ -191,6 +192,7 @@ class Lease:
         info = self._identity.info
         with self._client.pipeline(transaction=False) as pipeline:
             pipeline.hset(engine_key(info.engine_id), "stats", encode(self._identity.stats()))
+            pipeline.sadd(ENGINES_KEY, info.engine_id)  # a gateway drops those that were away for a day
             pipeline.expire(tokenizer_key(info.digest), TOKENIZER_SECONDS)
             pipeline.execute()
 

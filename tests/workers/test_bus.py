@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 
 from tests.conftest import Logged, ValkeyServer
+from tests.cutting_proxy import cutting_proxy
 from workers.bus import Bus
 from workers.errors import BusError
 from workers.messages import (
@@ -151,8 +152,8 @@ def receive(bus: Bus, seconds: float = 5.0) -> ToEngine:
 
 
 @contextmanager
-def running(server: ValkeyServer) -> Iterator[tuple[Bus, Desk]]:
-    bus = Bus(server.url, INFO, BUNDLE, stats)
+def running(server: ValkeyServer, url: str | None = None) -> Iterator[tuple[Bus, Desk]]:
+    bus = Bus(url or server.url, INFO, BUNDLE, stats)
     with server.client() as client:
         try:
             bus.begin()
@@ -407,6 +408,28 @@ def test_a_lost_lease_starts_a_new_incarnation_and_the_old_events_are_refused(
     bus.send([told("run-2", END)])
     wait_for(lambda: desk.events("run-2"))
     assert desk.events("run-1") == {}
+
+
+@pytest.mark.parametrize("command", [b"GET", b"EXEC"])
+def test_a_connection_that_fails_while_the_lease_is_watched_loses_no_lease(
+    own_valkey: ValkeyServer, command: bytes
+) -> None:
+    with cutting_proxy(own_valkey.socket) as proxy, running(own_valkey, proxy.url) as (bus, desk):
+        desk.dispatch("run-1", incarnation=1)
+        receive(bus)
+        proxy.cut_at(b"\r\n%s\r\n" % command)
+        wait_for(lambda: proxy.num_cuts == 1)
+        time.sleep(1.5)  # the beat after it
+        assert not bus.is_lost
+        assert desk.lease() == b"1"
+        bus.send([told("run-1", END)])
+        wait_for(lambda: END in desk.events("run-1").values())
+
+
+def test_an_engine_that_its_bus_forgot_by_name_is_listed_again(pair: tuple[Bus, Desk]) -> None:
+    _, desk = pair
+    desk.client.srem(ENGINES_KEY, "left")
+    wait_for(lambda: desk.client.sismember(ENGINES_KEY, "left"))
 
 
 def test_a_bus_killed_and_restarted_loses_no_event(own_valkey: ValkeyServer) -> None:
