@@ -24,6 +24,7 @@ class PaceLimits:
     min_rows: int = 32  # while others decode, whatever the budget says
     min_idle_rows: int = 128  # while nobody does
     max_rows: int = 2048
+    row_multiple: int = 1  # of a step's rows in all: what the machine's matrix kernels take at a time
 
 
 class Pace:
@@ -55,11 +56,19 @@ class Pace:
         """Rows that the next prefill chunk may have beside this many decoding turns."""
         limits = self.limits
         fewest = limits.min_rows if num_decoding else limits.min_idle_rows
+        return self._aligned(min(max(self._affordable(num_decoding), fewest), limits.max_rows), num_decoding)
+
+    def _affordable(self, num_decoding: int) -> int:
+        limits = self.limits
         if self._row_seconds is None:
-            return min(fewest, limits.max_rows)
+            return 0
         budget = limits.step_seconds if num_decoding else limits.chunk_seconds
-        affordable = int((budget - (self._base_seconds or 0.0)) / self._row_seconds)
-        return min(max(affordable, fewest), limits.max_rows)
+        return int((budget - (self._base_seconds or 0.0)) / self._row_seconds)
+
+    def _aligned(self, num_rows: int, num_decoding: int) -> int:
+        """Rounded down so that these and the decode rows are a multiple of row_multiple, where that costs few."""
+        aligned = num_rows - (num_rows + num_decoding) % self.limits.row_multiple
+        return aligned if aligned > num_rows // 2 else num_rows
 
     def predicted_step_seconds(self, plan: StepPlan) -> float | None:
         """How long the step should take; None before anything comparable was seen."""

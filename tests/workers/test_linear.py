@@ -6,10 +6,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from workers.linear import FewRowsLinear, quicken
+from workers.linear import FewRowsLinear, is_quick, quicken
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
+@pytest.mark.parametrize("rows", [1, 4, 12, 13, 16, 18, 28, 40])
 @pytest.mark.parametrize("bias", [True, False])
 def test_few_rows_and_many_give_the_plain_layers_values(rows: int, bias: bool) -> None:
     linear = nn.Linear(64, 96, bias=bias)
@@ -22,7 +22,9 @@ def test_a_model_is_quickened_whole_and_keeps_its_parameters() -> None:
     names = sorted(model.parameters().keys())
     x = mx.ones((2, 8))
     before = model(x)
+    assert not is_quick(model)
     quicken(model)
+    assert is_quick(model)
     assert all(type(child) is not nn.Linear for _, child in model.named_modules())
     assert sorted(model.parameters().keys()) == names
     assert mx.allclose(model(x), before, atol=1e-6)

@@ -184,3 +184,13 @@ def test_a_turns_tokens_read_across_prompt_and_answer() -> None:
     for start in range(6):
         for end in range(start, 6):
             assert list(turn.tokens(start, end)) == [1, 2, 3, 4, 5][start:end]
+
+
+@pytest.mark.parametrize(("num_decoding", "rows"), [(0, 48), (1, 47), (3, 45), (16, 48)])
+def test_a_chunk_and_its_decode_rows_fill_the_kernels_multiple(num_decoding: int, rows: int) -> None:
+    pace = Pace(PaceLimits(min_rows=50, min_idle_rows=50, row_multiple=16))
+    assert pace.chunk_rows(num_decoding) == rows
+
+
+def test_a_chunk_smaller_than_the_multiple_stays_as_it_is() -> None:
+    assert Pace(PaceLimits(min_rows=8, row_multiple=16)).chunk_rows(3) == 8
