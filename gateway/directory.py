@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
+from redis.asyncio import Redis
 
 from workers.messages import (
     ENGINES_KEY,
@@ -45,6 +47,18 @@ class EngineView:
     stats: EngineStats
     alive: bool
     tokenizer: TokenizerBundle
+
+
+async def read_engine(client: Redis, engine_id: str) -> tuple[EngineInfo, EngineStats, int | None] | None:
+    """What the bus holds of one engine, with its lease's incarnation; None: nothing that is readable."""
+    fields: Any = await client.hmget(engine_key(engine_id), ["info", "stats"])
+    lease = await client.get(engine_lease_key(engine_id))
+    if None in fields:
+        return None
+    try:
+        return decode_info(fields[0]), decode_stats(fields[1]), None if lease is None else int(lease)
+    except msgspec.MsgspecError:
+        return None
 
 
 class Directory:

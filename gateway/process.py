@@ -13,6 +13,7 @@ import socket
 import uuid
 from pathlib import Path
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -94,6 +95,17 @@ def stop_signals() -> list[signal.Signals]:
     return signals
 
 
+def in_force(settings: GatewaySettings, home: Home, bus_url: str, listener: socket.socket) -> GatewaySettings:
+    """The settings with what was chosen for those left out, as /health reports them."""
+    return msgspec.structs.replace(
+        settings,
+        port=listener.getsockname()[1],
+        tokens_file=tokens_file(settings, home),
+        redis_url=bus_url,
+        home=home.folder,
+    )
+
+
 async def run_gateway(
     settings: GatewaySettings, home: Home, bus_url: str, listener: socket.socket, supervisor: int | None
 ) -> int:
@@ -109,7 +121,12 @@ async def run_gateway(
     runs.on_turn_end.append(turn_observer(instruments))
     tokens = TokenStore(tokens_file(settings, home))
     app = build_app(
-        settings, runs, directory, tokens, instruments=instruments, is_bus_up=lambda: bus.available
+        in_force(settings, home, bus_url, listener),
+        runs,
+        directory,
+        tokens,
+        instruments=instruments,
+        is_bus_up=lambda: bus.available,
     )
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await directory.start()

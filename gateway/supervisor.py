@@ -22,9 +22,10 @@ import aiohttp
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from workers.messages import engine_lease_key
+from workers.messages import EngineInfo, engine_incarnation_key, engine_lease_key
 
 from .children import Child, Command, describe_exit
+from .directory import POLL_SECONDS, read_engine
 from .paths import Home
 from .process import UnfitGateway, check_exposure, listen, stop_signals, url_of
 from .settings import SUPERVISOR_VARIABLE, GatewaySettings
@@ -121,6 +122,7 @@ class Supervisor:
         self._gateway.is_talkative = self._bus.is_talkative = False
         self._stopping = asyncio.Event()
         self._is_ready = False
+        self._last_incarnation = 0  # of our engine, before we started it
         self._code = 0
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -131,6 +133,8 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal)
         try:
             if await self._start_bus():
+                key = engine_incarnation_key(self._engine_id)
+                self._last_incarnation = int(await self._on_bus(lambda client: client.get(key)) or 0)
                 self._keep(self._engine)
                 self._keep(self._gateway)
                 await self._tell_progress()
@@ -217,30 +221,41 @@ class Supervisor:
         started, told = time.monotonic(), time.monotonic()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
             while not self._stopping.is_set():
-                if await self._is_ready_now(session):
+                engine, status = await self._ready_engine(), await self._gateway_status(session)
+                if engine is not None and status in (200, 401):
+                    if status == 401:  # not loopback: it answers, and will have looked at the bus by then
+                        await asyncio.sleep(2 * POLL_SECONDS)
                     self._is_ready, self._engine.is_talkative = True, False
-                    await self._tell_ready(session, time.monotonic() - started)
+                    self._tell_ready(engine, time.monotonic() - started, needs_token=status == 401)
                     return
                 if time.monotonic() - told > 10:
                     told = time.monotonic()
                     self._say(f"still loading the model after {told - started:.0f} s")
                 await asyncio.sleep(0.1)
 
-    async def _is_ready_now(self, session: aiohttp.ClientSession) -> bool:
+    async def _ready_engine(self) -> EngineInfo | None:
+        """Our own engine once it takes turns: a shared bus may know others, and those of earlier days."""
+        found = await self._on_bus(lambda client: read_engine(client, self._engine_id))
+        if found is None:
+            return None
+        info, stats, lease = found
+        is_alive = lease == info.incarnation == stats.incarnation > self._last_incarnation
+        return info if is_alive and stats.ready else None
+
+    async def _gateway_status(self, session: aiohttp.ClientSession) -> int | None:
         try:
             async with session.get(f"{self._url}/ready") as response:
-                return response.status == 200
+                return response.status
         except (aiohttp.ClientError, TimeoutError):
-            return False
+            return None
 
-    async def _tell_ready(self, session: aiohttp.ClientSession, seconds: float) -> None:
-        async with session.get(f"{self._url}/health") as response:
-            engine = (await response.json())["engines"][0]
+    def _tell_ready(self, engine: EngineInfo, seconds: float, *, needs_token: bool) -> None:
+        token = "-H 'Authorization: Bearer TOKEN' " if needs_token else ""
         self._say(
             f"""\
 ready after {seconds:.1f} s at {self._url}
-  model    {engine["model_id"]}: {engine["num_workers"]} workers, context {engine["context_length"]} tokens
-  try it   curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  model    {engine.model_id}: {engine.num_workers} workers, context {engine.context_length} tokens
+  try it   curl {self._url}/v1/chat/completions {token}-H 'Content-Type: application/json' \\
              -d '{{"messages": [{{"role": "user", "content": "Say hello."}}], "max_tokens": 40}}'
   metrics  {self._url}/metrics
   logs     {self._plan.home.logs_folder}

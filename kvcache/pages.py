@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .cache import PageCopy
-from .rows import RowFormat, Stored
+from .rows import RowFormat, Stored, name_of_rows
 
 
 class Pools:
@@ -91,6 +91,14 @@ class Pools:
     def arrays(self) -> Sequence[mx.array]:
         """For the step's one evaluation; keep no reference past it."""
         return self._layers
+
+    @property
+    def dtype_name(self) -> str:
+        """What the live arrays hold: `int8`, or a dtype. Raises ValueError for rows of no known format."""
+        found = {name_of_rows(pool.dtype, pool.shape[-1], self.row.head_dim) for pool in self._layers}
+        if len(found) != 1:
+            raise ValueError(f"the pools of the layers differ: {', '.join(sorted(found))}")
+        return found.pop()
 
     @property
     def nbytes(self) -> int:

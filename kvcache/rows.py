@@ -102,3 +102,14 @@ class Int8Rows:
 def row_format(bits: str, head_dim: int, compute_dtype: mx.Dtype) -> RowFormat:
     """The format for a `bits` setting: `8` or `native`. Raises ValueError for a head_dim it cannot store."""
     return Int8Rows(head_dim) if bits == "8" else NativeRows(head_dim, compute_dtype)
+
+
+def name_of_rows(dtype: mx.Dtype, width: int, head_dim: int) -> str:
+    """The format's name by an array's own dtype and row width. Raises ValueError: they are no format's."""
+    formats: list[RowFormat] = [NativeRows(head_dim, dtype)]
+    if head_dim % 32 == 0:
+        formats.append(Int8Rows(head_dim))
+    for row in formats:
+        if (row.dtype, row.width) == (dtype, width):
+            return row.name
+    raise ValueError(f"rows of {width} x {dtype} store no head of {head_dim}")

@@ -27,7 +27,7 @@ from .families import rope_overrides
 from .fetch import Progress, cache_dir, model_name, resolve_model, silent
 from .folder import check_folder, read_json
 from .ledger import Ledger, MemoryRequest, ModelShape, choose_weights, plan_memory, shape_of
-from .linear import quicken
+from .linear import is_quick, quicken
 from .machine import memory_limit_bytes
 from .messages import KVFacts, TokenizerBundle, encode
 from .mixers import swap_mixers
@@ -50,6 +50,7 @@ class Loaded:
     kv: KVFacts
     device: str
     weights: str
+    few_rows_linear: bool
     ledger: Ledger
 
 
@@ -80,7 +81,7 @@ def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
         context_length=ledger.context,
         vocab_size=config["vocab_size"],
         kv=KVFacts(
-            dtype=pools.row.name,
+            dtype=pools.dtype_name,
             bytes_per_token=pools.bytes_per_token,
             page_tokens=PAGE_TOKENS,
             num_pages=pools.num_pages,
@@ -88,6 +89,7 @@ def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
         ),
         device=str(mx.default_device()).removeprefix("Device(").rstrip(")"),
         weights=weights.linear_dtype(model),
+        few_rows_linear=is_quick(model),
         ledger=ledger,
     )
 
@@ -118,7 +120,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, Tok
 def _load_lazily(folder: Path, config: dict[str, Any]) -> nn.Module:
     try:
         model, _ = load_model(folder, lazy=True, model_config=rope_overrides(config))
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, ArithmeticError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise ModelError(f"{folder}: the weights do not fit the config: {reason}") from None
     return model

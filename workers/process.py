@@ -115,6 +115,8 @@ def _in_force(loaded: Loaded, settings: EngineSettings, chunk_seconds: float) ->
         settings,
         model=loaded.model_id,
         context=loaded.context_length,
+        weights=loaded.ledger.weights,
+        few_rows_linear=loaded.few_rows_linear,
         chunk_seconds=chunk_seconds,
         memory_bytes=loaded.ledger.limit_bytes,
         kvcache=cache,

@@ -15,11 +15,12 @@ import pytest
 
 from gateway.children import Child, Command, describe_exit
 from gateway.paths import Home, home_at
-from gateway.process import UnfitGateway, check_exposure, listen, url_of
+from gateway.process import UnfitGateway, check_exposure, in_force, listen, url_of
 from gateway.settings import GatewaySettings
 from gateway.supervisor import Plan, Supervisor, serve
 from gateway.tokens import TokenStore
 from gateway.valkey import BusError, hold_lock, name_holder
+from metrics.settings import as_dict
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,6 +102,17 @@ def test_a_taken_port_and_a_wrong_host_are_told_with_the_remedy() -> None:
             listen("127.0.0.1", port)
     with pytest.raises(UnfitGateway, match="--host"):
         listen("no.such.host.invalid", 0)
+
+
+def test_the_settings_in_force_name_what_was_chosen_and_no_password(home: Home) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        url = "redis://:secret@127.0.0.1:6379"
+        report = as_dict(in_force(GatewaySettings(port=0), home, url, listener))
+    assert report["port"] == port > 0
+    assert report["home"] == str(home.folder)
+    assert report["tokens_file"] == str(home.tokens_file)
+    assert report["redis_url"] == "redis://***@127.0.0.1:6379"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
