@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,18 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")
 _WORKS = f"works: {', '.join(FAMILIES)} with full attention, silu and rope {', '.join(ROPES)}"
 _CODE_KEYS = ("auto_map", "model_file", "trust_remote_code")
+_SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_REALS = ("rms_norm_eps", "rope_theta")
+_MOST = 2**31 - 1
+_MOST_LAYERS = 1024
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel that names what does not work and what does, ModelError for a broken config."""
+    """Raises UnsupportedModel that names what does not work and what does, ModelError for a broken config.
+
+    Afterwards the numbers that sizes are computed from are there and add up (`ledger.shape_of`).
+    """
     asked = next((key for key in _CODE_KEYS if config.get(key)), None)
     if asked is not None:
         raise UnsupportedModel(
@@ -28,6 +37,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     for feature in (_sliding_window(config), _rope(config), _other(config)):
         if feature is not None:
             raise UnsupportedModel(f"{model_type} with {feature} does not work here; {_WORKS}")
+    _check_sizes(config)
 
 
 def rope_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,6 +54,32 @@ def rope_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
     if not config.get("rope_scaling") and _rope_type(nested) != "default":
         found["rope_scaling"] = {key: value for key, value in nested.items() if key != "rope_theta"}
     return found
+
+
+def _check_sizes(config: Mapping[str, Any]) -> None:
+    """Raises ModelError that names the field, its value and what would be right."""
+    for name in (*_SIZES, *_OPTIONAL_SIZES):
+        value = config.get(name)
+        most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+        if value is None and name in _OPTIONAL_SIZES:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise _wrong_number(name, value, f"a whole number from 1 to {most}")
+    for name in _REALS:
+        value = config.get(name, 1.0)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise _wrong_number(name, value, "a number above 0")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise _wrong_number("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
+    if config.get("head_dim") is None and hidden % heads:
+        raise _wrong_number("num_attention_heads", heads, f"a divisor of hidden_size, {hidden}")
+
+
+def _wrong_number(name: str, value: Any, right: str) -> ModelError:
+    found = "is missing" if value is None else f"is {repr(value)[:40]}"
+    return ModelError(f"the config's {name} {found}; it must be {right}: correct it or get the model again")
 
 
 def _sliding_window(config: Mapping[str, Any]) -> str | None:

@@ -6,11 +6,21 @@ import pytest
 
 from workers.errors import ModelError, UnsupportedModel
 from workers.families import FAMILIES, check_config, rope_overrides
+from workers.ledger import shape_of
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+}
+LLAMA = {"model_type": "llama", **SIZES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_dense_families_work(family: str) -> None:
-    check_config({"model_type": family, "num_hidden_layers": 2})
+    check_config(SIZES | {"model_type": family})
 
 
 @pytest.mark.parametrize(
@@ -26,11 +36,11 @@ def test_the_dense_families_work(family: str) -> None:
     ],
 )
 def test_features_that_work(extra: dict[str, Any]) -> None:
-    check_config({"model_type": "llama"} | extra)
+    check_config(LLAMA | extra)
 
 
 def test_a_switched_off_window_of_qwen_works() -> None:
-    config = {"model_type": "qwen2", "num_hidden_layers": 28, "sliding_window": 32768}
+    config = SIZES | {"model_type": "qwen2", "num_hidden_layers": 28, "sliding_window": 32768}
     check_config(config | {"use_sliding_window": False})
     check_config(config | {"use_sliding_window": True, "max_window_layers": 28})
     with pytest.raises(UnsupportedModel, match="sliding-window attention"):
@@ -55,7 +65,7 @@ def test_a_switched_off_window_of_qwen_works() -> None:
 )
 def test_what_does_not_work_is_named_with_what_does(extra: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words) as caught:
-        check_config({"model_type": "mistral"} | extra)
+        check_config(SIZES | {"model_type": "mistral"} | extra)
     assert "works: llama, mistral, qwen2, qwen3" in str(caught.value)
 
 
@@ -70,7 +80,50 @@ def test_what_does_not_work_is_named_with_what_does(extra: dict[str, Any], words
 )
 def test_a_broken_config_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ModelError):
-        check_config({"model_type": "llama"} | extra)
+        check_config(LLAMA | extra)
+
+
+WRONG_SIZES: list[Any] = [0, -1, 2.0, "256", True, [256], 2**40, float("nan")]
+
+
+def refusal(config: dict[str, Any]) -> str:
+    with pytest.raises(ModelError) as caught:
+        check_config(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_missing_or_wrong_size_is_named(name: str) -> None:
+    without = {key: value for key, value in LLAMA.items() if key != name}
+    assert f"{name} is missing" in refusal(without)
+    assert f"{name} is missing" in refusal(LLAMA | {name: None})
+    for value in WRONG_SIZES:
+        assert f"{name} is {value!r}" in refusal(LLAMA | {name: value})
+
+
+@pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "max_position_embeddings"])
+def test_a_size_that_may_be_left_out_must_be_right_when_given(name: str) -> None:
+    check_config(LLAMA | {name: None})
+    for value in WRONG_SIZES:
+        assert f"{name} is {value!r}" in refusal(LLAMA | {name: value})
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize("value", [0, -1.0, "1e-5", float("inf"), float("nan"), None])
+def test_a_wrong_real_number_is_named(name: str, value: Any) -> None:
+    assert f"the config's {name} is" in refusal(LLAMA | {name: value})
+
+
+def test_sizes_that_do_not_divide_are_named() -> None:
+    assert "num_key_value_heads is 3" in refusal(LLAMA | {"num_key_value_heads": 3})
+    assert "num_attention_heads is 3" in refusal(LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3})
+    check_config(LLAMA | {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 64})
+
+
+def test_a_checked_config_has_a_shape() -> None:
+    check_config(LLAMA)
+    assert shape_of(LLAMA, native_bytes=1).head_dim == 64
 
 
 def test_nested_rope_parameters_are_lifted_to_where_mlx_lm_reads_them() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from tests.models import make_model
 from workers.__main__ import main
 
 
@@ -82,3 +84,14 @@ def test_doctor_reports_a_model_that_cannot_be_used_in_a_line(
     output = capsys.readouterr().out
     assert "machine " in output
     assert str(tmp_path) in output
+
+
+@pytest.mark.parametrize("number", [None, 0])
+def test_doctor_names_a_number_that_a_config_lacks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, number: int | None
+) -> None:
+    folder = make_model(tmp_path / "tiny", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": number}))
+    assert main(["doctor", "--model", str(folder)]) == 0
+    assert "the config's num_attention_heads is" in capsys.readouterr().out
