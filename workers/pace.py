@@ -66,7 +66,7 @@ class Pace:
         return int((budget - (self._base_seconds or 0.0)) / self._row_seconds)
 
     def _aligned(self, num_rows: int, num_decoding: int) -> int:
-        """Rounded down so that these and the decode rows are a multiple of row_multiple, where that costs few."""
+        """Rounded down so that with the decode rows they are a multiple of row_multiple, if few are lost."""
         aligned = num_rows - (num_rows + num_decoding) % self.limits.row_multiple
         return aligned if aligned > num_rows // 2 else num_rows
 
