@@ -6,9 +6,11 @@ remedy. Knows no engine: what depends on a model is checked in requests.py.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -24,6 +26,10 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_NESTING = 64
 """Deeper bodies are refused: no tool schema needs more, and recursion is not free."""
+
+
+INLINE_BODY_BYTES = 65_536
+"""A longer body is parsed in a thread."""
 
 
 class StreamOptions(Struct, frozen=True):
@@ -174,6 +180,11 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 
+async def parse(parser: Callable[[bytes], Request], body: bytes) -> Request:
+    """`parse_chat` or `parse_completion`, off the event loop where that takes long."""
+    return parser(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parser, body)
+
+
 def parse_chat(body: bytes) -> ChatRequest:
     """The body as a chat request. Raises InvalidField naming the first bad field."""
     fields = _fields(body)
@@ -235,7 +246,7 @@ def _fields(body: bytes) -> dict[str, Any]:
         raise _unreadable(body, str(error)) from None
     except RecursionError:
         raise _too_deep() from None
-    if _is_deep(decoded, MAX_NESTING):
+    if is_deep(decoded, MAX_NESTING):
         raise _too_deep()
     if not isinstance(decoded, dict):
         raise GatewayError("invalid_json", f"The body must be a JSON object, not {describe(decoded)}.")
@@ -246,13 +257,18 @@ def _unreadable(body: bytes, problem: str) -> GatewayError:
     """Names the field when the trouble is a number that JSON or a double cannot hold (NaN, 1e999)."""
     try:
         loose = json.loads(body)
+        infinite = _infinite_field(loose) if isinstance(loose, dict) else None
     except (ValueError, RecursionError):
+        infinite = None
+    if infinite is None:
         return GatewayError("invalid_json", f"The body is not valid JSON: {problem}.")
-    for name, value in loose.items() if isinstance(loose, dict) else ():
-        if not _is_finite(value):
-            param = str(name)
-            return bad_field(param, value if isinstance(value, float) else "a value with NaN or Infinity")
-    return GatewayError("invalid_json", f"The body is not valid JSON: {problem}.")
+    value = loose[infinite]
+    param = shorten(infinite.encode(errors="replace").decode())  # Python's JSON takes lone surrogates
+    return bad_field(param, value if isinstance(value, float) else "a value with NaN or Infinity")
+
+
+def _infinite_field(fields: dict[str, Any]) -> str | None:
+    return next((name for name, value in fields.items() if not _is_finite(value)), None)
 
 
 def _is_finite(value: Any) -> bool:
@@ -267,12 +283,13 @@ def _too_deep() -> GatewayError:
     return GatewayError("invalid_json", f"The body is nested deeper than {MAX_NESTING} levels.")
 
 
-def _is_deep(value: Any, levels: int) -> bool:
+def is_deep(value: Any, levels: int) -> bool:
+    """Whether lists and objects nest deeper than so many levels."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):
         return False
-    return levels == 0 or any(_is_deep(item, levels - 1) for item in value if isinstance(item, (dict, list)))
+    return levels == 0 or any(is_deep(item, levels - 1) for item in value if isinstance(item, (dict, list)))
 
 
 def _convert(fields: dict[str, Any], kind: type[Request]) -> Request:

@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import TracebackType
 
 from workers.messages import Sampling
 
@@ -38,7 +39,12 @@ class Order:
     @property
     def line(self) -> str:
         """Orders of one line may go to the same engines."""
-        return f"{self.engine.info.model_id} {self.engine.info.digest}"
+        return line_of(self.engine)
+
+
+def line_of(engine: EngineView) -> str:
+    """The line of what this engine or an equal one may run."""
+    return f"{engine.info.model_id} {engine.info.digest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,27 @@ class Release:
 
     run_id: str
     engine: EngineView
+
+
+class Reservation:
+    """A place in line for a call that is being prepared. `close` gives it back, once."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+
+    def close(self) -> None:
+        """To be called just before the turn enters the line, or instead of that."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class Places:
@@ -64,20 +91,17 @@ class Places:
         """Turns in line here."""
         return self._admission.num_waiting
 
-    def reserve(self, order: Order) -> None:
-        """A place for a turn that will `enter`. Raises Overloaded."""
-        engines = self._directory.like(order.engine)
+    def reserve(self, engine: EngineView) -> Reservation:
+        """A place for a turn that will `enter`, for this engine or an equal one. Raises Overloaded."""
+        engines = self._directory.like(engine)
         seconds = retry_after_seconds(
-            self._admission.waiting(order.line),
+            self._admission.waiting(line_of(engine)),
             sum(engine.stats.prefill_tokens_per_second for engine in engines),
             sum(engine.stats.decode_tokens_per_second for engine in engines),
         )
         room = sum(self._room(engine) for engine in engines)
         self._admission.reserve(room=room, retry_after_seconds=seconds)
-
-    def unreserve(self) -> None:
-        """Gives the reserved place back, just before `enter` or instead of it."""
-        self._admission.unreserve()
+        return Reservation(self._admission.unreserve)
 
     def enter(self, run_id: str, order: Order) -> None:
         """Into the line."""

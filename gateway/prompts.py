@@ -28,7 +28,9 @@ from .tokenizer import PromptTokenizer
 INLINE_RENDER_CHARS = 32_768
 """A bigger conversation is marked and rendered in a thread."""
 
-RESERVED_VARIABLES = frozenset({"messages", "tools"})
+VALUE_CHARS = 16
+"""What a value of any kind costs to walk, in characters of text."""
+
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
@@ -146,15 +148,21 @@ class Prompts:
     async def encode(
         self, conversation: Conversation, *, max_tokens: int, scope: bytes = b""
     ) -> EncodedPrompt:
-        """The prompt's ids. Raises InvalidField when the template refuses the messages, or when the text is
-        so long that more than `max_tokens` are certain without encoding it. `scope`: see `learn`.
+        """The prompt's ids. Raises InvalidField when the template refuses the messages, when they cannot be
+        written as UTF-8, or when more than `max_tokens` are certain without encoding. `scope`: see `learn`.
         """
-        if sum(map(len, _strings(conversation))) > INLINE_RENDER_CHARS:
-            rendered = await asyncio.to_thread(self.render, conversation)
-        else:
-            rendered = self.render(conversation)
-        self.tokenizer.check_length(rendered.text, max_tokens, "messages")
-        token_ids = await self.tokenizer.encode_prompt(rendered.text, rendered.marks, scope=scope)
+        try:
+            if is_small(conversation.messages, conversation.tools, conversation.variables):
+                rendered = self.render(conversation)
+            else:
+                rendered = await asyncio.to_thread(self.render, conversation)
+            self.tokenizer.check_length(rendered.text, max_tokens, "messages")
+            token_ids = await self.tokenizer.encode_prompt(
+                rendered.text, rendered.marks, max_tokens=max_tokens, scope=scope
+            )
+        except (UnicodeEncodeError, RecursionError) as error:
+            problem = "are nested too deep" if isinstance(error, RecursionError) else "hold what is not UTF-8"
+            raise InvalidField("messages", f"The messages {problem}.") from None
         return EncodedPrompt(token_ids, self._answer_prefix(rendered.text))
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -168,7 +176,13 @@ class Prompts:
         if any(control.occur_in(text) for text in _strings(conversation)):
             marks = Marks.absent_from(_strings(conversation))
             conversation = self._mark(conversation, marks)
-        return Rendered(self._fill(conversation), marks)
+        try:
+            return Rendered(self._fill(conversation), marks)
+        except InvalidField:
+            spelled_out = _with_empty_contents(conversation)
+            if spelled_out is None:
+                raise
+        return Rendered(self._fill(spelled_out), marks)
 
     def learn(self, answer_prefix: str, token_ids: Sequence[int], text: str, *, scope: bytes = b"") -> None:
         """An answer is encoded as the model wrote it when it comes back as history in the same scope."""
@@ -244,6 +258,37 @@ class Prompts:
         """The prompt's plain text after its last control token: the answer continues that span."""
         ends = [found.end() for found in self.tokenizer.control.hard_pattern.finditer(text[-200:])]
         return text[-200:][ends[-1] :] if ends else ""
+
+
+def is_small(*values: Any) -> bool:
+    """Whether walking and rendering these takes about a millisecond. Looks no further than it must."""
+    left = INLINE_RENDER_CHARS
+    open_values = list(values)
+    while open_values and left >= 0:
+        value = open_values.pop()
+        left -= VALUE_CHARS
+        if isinstance(value, str):
+            left -= len(value)
+        elif isinstance(value, dict):
+            open_values += [*value, *value.values()]
+        elif isinstance(value, list):
+            open_values += value
+    return left >= 0
+
+
+def _with_empty_contents(conversation: Conversation) -> Conversation | None:
+    """The content "" where an assistant only calls tools; None where no message is such."""
+    is_bare = [
+        message["role"] == "assistant" and bool(message.get("tool_calls")) and "content" not in message
+        for message in conversation.messages
+    ]
+    if not any(is_bare):
+        return None
+    messages = [
+        {**message, "content": ""} if bare else message
+        for message, bare in zip(conversation.messages, is_bare, strict=True)
+    ]
+    return Conversation(messages, conversation.tools, conversation.variables)
 
 
 def _strings(conversation: Conversation) -> Iterator[str]:

@@ -5,8 +5,8 @@ The only validation that depends on a model. Knows no HTTP beyond the names of i
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,10 @@ import msgspec
 from workers.messages import EngineInfo, Finished, Sampling
 
 from .answers import Answer, AnswerShape
-from .api import ChatRequest, CommonRequest, CompletionRequest, bad_field
+from .api import MAX_NESTING, ChatRequest, CommonRequest, CompletionRequest, bad_field, is_deep
 from .directory import Directory, EngineView
 from .errors import InvalidField, NoEngine, context_exceeded
-from .prompts import Conversation, Message, PromptLibrary, Prompts
+from .prompts import Conversation, Message, PromptLibrary, Prompts, is_small
 from .runs import Order
 from .tokenizer import pack_token_ids
 
@@ -84,11 +84,13 @@ def find_engine(directory: Directory, model: str | None) -> EngineView:
 
 
 async def prepare_chat(
-    request: ChatRequest, caller: Caller, directory: Directory, library: PromptLibrary
+    request: ChatRequest, caller: Caller, engine: EngineView, library: PromptLibrary
 ) -> Prepared:
-    """The order of a chat call. Raises InvalidField, UnknownModel or NoEngine."""
-    engine = find_engine(directory, request.model)
-    messages = [_template_message(index, message) for index, message in enumerate(request.raw_messages)]
+    """The order of a chat call. Raises InvalidField."""
+    if is_small(request.raw_messages):
+        messages = _template_messages(request.raw_messages)
+    else:
+        messages = await asyncio.to_thread(_template_messages, request.raw_messages)
     prompts = await library.get(engine.info.digest, engine.tokenizer)
     conversation = Conversation(messages, request.raw_tools or None, request.chat_template_kwargs)
     prompt = await prompts.encode(conversation, max_tokens=engine.info.context_length, scope=caller.scope)
@@ -105,12 +107,11 @@ async def prepare_chat(
 
 
 async def prepare_completion(
-    request: CompletionRequest, caller: Caller, directory: Directory, library: PromptLibrary
+    request: CompletionRequest, caller: Caller, engine: EngineView, library: PromptLibrary
 ) -> Prepared:
-    """The order of a text completion. Raises InvalidField, UnknownModel or NoEngine."""
-    engine = find_engine(directory, request.model)
+    """The order of a text completion. Raises InvalidField."""
     prompts = await library.get(engine.info.digest, engine.tokenizer)
-    prompt = _only_prompt(request.prompt)
+    prompt = _only_prompt(request.prompt, engine.info.context_length)
     if isinstance(prompt, str):
         token_ids = await prompts.tokenizer.encode_raw(prompt, max_tokens=engine.info.context_length)
     else:
@@ -138,6 +139,8 @@ def _order(
     room = _room(len(token_ids) // 4, engine.info.context_length, shape)
     wanted = getattr(request, "max_completion_tokens", None) or request.max_tokens or room
     _check_ids(request.stop_token_ids, "stop_token_ids", engine.info)
+    if len(request.stop_token_ids) > engine.info.vocab_size:
+        raise bad_field("stop_token_ids", request.stop_token_ids)
     return Order(
         engine=engine,
         token_ids=token_ids,
@@ -189,18 +192,24 @@ def _logit_bias(bias: Mapping[str, float], info: EngineInfo) -> dict[int, float]
 
 
 def _check_ids(token_ids: list[int], param: str, info: EngineInfo) -> None:
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size), None)
-    if wrong is not None:
-        raise bad_field(param, wrong, remedy=f"token ids from 0 to {info.vocab_size - 1}")
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < info.vocab_size:
+            raise bad_field(param, token_id, remedy=f"token ids from 0 to {info.vocab_size - 1}")
 
 
-def _only_prompt(prompt: str | list[Any]) -> str | list[int]:
+def _only_prompt(prompt: str | list[Any], context_length: int) -> str | list[int]:
     """The single prompt in any of its spellings: "text", ["text"], [1, 2], [[1, 2]]."""
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
+    if isinstance(prompt, list) and len(prompt) >= context_length:
+        raise context_exceeded("prompt", str(len(prompt)), context_length)
     if isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt):
         raise bad_field("prompt", prompt, remedy="one prompt per call: a string or a list of token ids")
     return prompt
+
+
+def _template_messages(messages: list[Message]) -> list[Message]:
+    return [_template_message(index, message) for index, message in enumerate(messages)]
 
 
 def _template_message(index: int, message: Message) -> Message:
@@ -228,13 +237,14 @@ def _join_parts(parts: list[dict[str, Any]], param: str) -> str:
 
 
 def _template_call(call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that are not JSON, or not JSON that a body may hold, stay the text that the model wrote."""
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call  # not JSON: the template gets the text as the model once wrote it
-    if not isinstance(arguments, dict):
+            arguments = msgspec.json.decode(arguments)  # refuses lone surrogates and NaN
+        except (msgspec.DecodeError, RecursionError):
+            return call
+    if not isinstance(arguments, dict) or is_deep(arguments, MAX_NESTING):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

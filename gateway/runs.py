@@ -38,7 +38,7 @@ from workers.messages import (
 from .bus import Bus, BusLost, Entry, StreamGone, end_tasks, id_pair
 from .directory import Directory, EngineView
 from .errors import InvalidField, NoEngine, RunNotFound
-from .places import Order, Places
+from .places import Order, Places, Reservation
 from .run_state import Phase, RunState, advance, cancelled, decode, end_of, failed, fold
 
 __all__ = ["Order", "Run", "RunEvent", "Runs"]
@@ -101,17 +101,19 @@ class Runs:
 
     # For the HTTP side.
 
-    async def start(self, order: Order) -> str:
-        """The new run's id (`run-<32 hex>`) once it has a place in line. Raises Overloaded or NoEngine."""
-        if self._stopping:
-            raise NoEngine("The server is stopping. Send the call again in a few seconds.")
-        if not self._bus.available:
-            raise BusLost
-        self._places.reserve(order)
-        try:
+    def reserve(self, engine: EngineView) -> Reservation:
+        """A place in line while a call is prepared. Raises Overloaded or NoEngine."""
+        self._check_open()
+        return self._places.reserve(engine)
+
+    async def start(self, order: Order, place: Reservation | None = None) -> str:
+        """The new run's id (`run-<32 hex>`) once it is in line, in the reserved place or a further one.
+
+        Raises Overloaded or NoEngine.
+        """
+        self._check_open()
+        with place or self.reserve(order.engine):
             run = await self._create(order)
-        finally:
-            self._places.unreserve()
         with run.in_logs():
             log.info("run_started", num_prompt_tokens=order.prompt_tokens, max_tokens=order.max_tokens)
         self._follow(run)
@@ -255,6 +257,12 @@ class Runs:
         await end_tasks(self._tasks)
 
     # Inside.
+
+    def _check_open(self) -> None:
+        if self._stopping:
+            raise NoEngine("The server is stopping. Send the call again in a few seconds.")
+        if not self._bus.available:
+            raise BusLost
 
     async def _end_for_stop(self, run: Run) -> None:
         if run.state.accepted is not None and run.state.accepted.gateway == self._bus.gateway_id:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from .directory import Directory
 from .errors import GatewayError
+from .places import Reservation
 from .prompts import PromptLibrary
 from .runs import Order, Runs
 from .settings import GatewaySettings
@@ -28,9 +29,9 @@ class Followers:
         self._counts: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, order: Order) -> str:
+    async def start(self, order: Order, place: Reservation) -> str:
         """`Runs.start`, which a leaving client cannot tear in two: its run is cancelled once it has an id."""
-        starting = asyncio.ensure_future(self._runs.start(order))
+        starting = asyncio.ensure_future(self._runs.start(order, place))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:

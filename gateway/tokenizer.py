@@ -25,6 +25,9 @@ from .errors import InvalidField, context_exceeded
 INLINE_CHARS = 4096
 """Up to here encoding takes about 2 ms and stays on the event loop; longer text goes to a thread."""
 
+INLINE_SPANS = 1024
+"""More are digested in a thread."""
+
 _PROBES = (
     "user\nHello  world",
     " leading",
@@ -99,27 +102,30 @@ class PromptTokenizer:
             {**config, "added_tokens": [t for t in added if t["content"] not in self.control.hard]}
         )
         self._cache = SpanCache(cache_bytes)
-        self.num_encoded_chars = 0  # of prompts, without what the cache had
         self._most_chars = _most_chars_per_token(config)
         bos = bundle.special_tokens.get("bos_token") if bundle.add_bos else None
         self._bos_id: int | None = self._whole.token_to_id(bos) if bos else None
         self.by_span = self._spans_agree(added, has_normalizer=config.get("normalizer") is not None)
 
-    async def encode_prompt(self, rendered: str, marks: Marks | None, *, scope: bytes = b"") -> bytes:
+    async def encode_prompt(
+        self, rendered: str, marks: Marks | None, *, max_tokens: int, scope: bytes = b""
+    ) -> bytes:
         """Token ids of a rendered template; marked literals become ordinary text, never control tokens.
 
-        `scope` names whose learned answers are used.
+        `scope` names whose learned answers are used. Raises InvalidField, see `Prompts.encode`.
         """
         if len(rendered) > 16 * INLINE_CHARS:
             spans = await asyncio.to_thread(self.split, rendered, marks)
         else:
             spans = self.split(rendered, marks)
+        if len(spans) > 2 * max_tokens + 1:  # of two neighbours at least one is no plain text: a token
+            raise context_exceeded("messages", f"at least {len(spans) // 2}", max_tokens)
         return await self._encode_spans(spans, scope)
 
     async def encode_raw(self, text: str, *, max_tokens: int) -> bytes:
         """Token ids of a caller's own rendering: its control literals are control tokens."""
         self.check_length(text, max_tokens, "prompt")
-        prefix = b"" if self._bos_id is None else _pack([self._bos_id])
+        prefix = b"" if self._bos_id is None else pack_token_ids([self._bos_id])
         if len(text) <= INLINE_CHARS:
             return prefix + _run(self._whole, text)
         return prefix + await asyncio.to_thread(_run, self._whole, text)
@@ -129,10 +135,6 @@ class PromptTokenizer:
         if self._most_chars is not None and len(text) > self._most_chars * max_tokens:
             fewest = len(text) // self._most_chars
             raise context_exceeded(param, f"at least {fewest}", max_tokens)
-
-    def encode_now(self, text: str) -> list[int]:
-        """Ids of a short text without control tokens, at once."""
-        return _ids(self._plain, text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
@@ -148,7 +150,7 @@ class PromptTokenizer:
         if kept is None or self.control.hard_pattern.search(text):
             return
         head = _run(self._plain, prefix) if prefix else b""
-        self._cache.put(_key(Span(prefix + text)) + scope, head + _pack(kept))
+        self._cache.put(_key(Span(prefix + text)) + scope, head + pack_token_ids(kept))
 
     def _head_that_reads(self, token_ids: Sequence[int], text: str) -> Sequence[int] | None:
         for end in range(len(token_ids), max(0, len(token_ids) - 8), -1):
@@ -194,7 +196,10 @@ class PromptTokenizer:
         return spans
 
     async def _encode_spans(self, spans: Sequence[Span], scope: bytes) -> bytes:
-        keys = [_key(span) if span.control_id is None else b"" for span in spans]
+        if len(spans) > INLINE_SPANS:
+            keys = await asyncio.to_thread(_keys, spans)
+        else:
+            keys = _keys(spans)
         encoded: dict[bytes, bytes] = {}
         missing: dict[bytes, Span] = {}
         for span, key in zip(spans, keys, strict=True):
@@ -206,7 +211,6 @@ class PromptTokenizer:
             else:
                 encoded[key] = known
         num_chars = sum(len(span.text) for span in missing.values())
-        self.num_encoded_chars += num_chars
         if num_chars > INLINE_CHARS:
             fresh = await asyncio.to_thread(self._encode_missing, missing)
         else:
@@ -215,7 +219,7 @@ class PromptTokenizer:
             self._cache.put(key, ids)
         encoded |= fresh
         return b"".join(
-            encoded[key] if span.control_id is None else _pack([span.control_id])
+            encoded[key] if span.control_id is None else pack_token_ids([span.control_id])
             for span, key in zip(spans, keys, strict=True)
         )
 
@@ -230,10 +234,10 @@ class PromptTokenizer:
         """Ids that read `text` and hold no control token, at the price of a clumsy encoding."""
         ids = _ids(self._bare, text)
         if self._control_ids.isdisjoint(ids):
-            return _pack(ids)
+            return pack_token_ids(ids)
         ids = [token_id for character in text for token_id in _ids(self._bare, character)]
         if self._control_ids.isdisjoint(ids):
-            return _pack(ids)
+            return pack_token_ids(ids)
         raise InvalidField(
             "messages", f"This model's tokenizer cannot write '{text}' as plain text: remove it."
         )
@@ -282,11 +286,7 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _run(tokenizer: Tokenizer, text: str) -> bytes:
-    return _pack(_ids(tokenizer, text))
-
-
-def _pack(token_ids: Sequence[int]) -> bytes:
-    return pack_token_ids(token_ids)
+    return pack_token_ids(_ids(tokenizer, text))
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
@@ -307,6 +307,11 @@ def unpack_token_ids(packed: bytes) -> array[int]:
 
 
 _BIG_ENDIAN = array("I", [1]).tobytes()[0] == 0
+
+
+def _keys(spans: Sequence[Span]) -> list[bytes]:
+    """Digests; empty for control tokens."""
+    return [_key(span) if span.control_id is None else b"" for span in spans]
 
 
 def _key(span: Span) -> bytes:

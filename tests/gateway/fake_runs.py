@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from gateway.directory import Directory, EngineView
-from gateway.errors import NoEngine, RunNotFound, UnknownModel
+from gateway.errors import NoEngine, Overloaded, RunNotFound, UnknownModel
+from gateway.places import Reservation
 from gateway.runs import Order, RunEvent, Runs
 from workers.messages import (
     RUN_END_ID,
@@ -76,6 +77,8 @@ class FakeRuns(Runs):
         self.cancelled: list[str] = []
         self.refuse: Exception | None = None
         self.start_seconds = 0.0
+        self.is_full = False
+        self.num_reserved = 0
         self._players: set[asyncio.Task[None]] = set()
 
     @property
@@ -90,7 +93,17 @@ class FakeRuns(Runs):
     def last(self) -> FakeRun:
         return [*self.runs.values()][-1]
 
-    async def start(self, order: Order) -> str:
+    def reserve(self, engine: EngineView) -> Reservation:
+        if self.is_full:
+            raise Overloaded(3)
+        self.num_reserved += 1
+
+        def give_back() -> None:
+            self.num_reserved -= 1
+
+        return Reservation(give_back)
+
+    async def start(self, order: Order, place: Reservation | None = None) -> str:
         await asyncio.sleep(self.start_seconds)
         if self.refuse is not None:
             raise self.refuse

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import io
+import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.errors import NoEngine, Overloaded
@@ -12,7 +17,9 @@ from workers.messages import (
     Tokens,
 )
 
+from .fake_runs import engine_view
 from .http_gateway import CHAT, HELLO, TEXT, Gateway
+from .samples import CHATML, QWEN, bundle_of, byte_level_tokenizer
 
 BAD_FIELDS: dict[str, list[Any]] = {
     "temperature": ["hot", -1, 2.1, True, 10**400],
@@ -170,6 +177,8 @@ async def test_numbers_that_json_lacks_name_their_field(gateway: Gateway, name: 
         b"{}",
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"messages": "a", "messages": []}',
+        b'{"\\ud800": NaN}',
+        b'{"a": ' + b"[" * 900 + b"NaN" + b"]" * 900 + b"}",
         b'{"messages": [{"role": "user", "content": ' + b"[" * 500 + b"]" * 500 + b"}]}",
     ],
 )
@@ -195,6 +204,46 @@ async def test_a_prompt_over_the_context_names_both_numbers(gateway: Gateway, pa
     assert status == 400 and "512" in answer["error"]["message"]
     assert (await gateway.post({"prompt": [300] * 511}, TEXT))[0] == 200
     assert gateway.runs.last.order.max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": "\\ud800"}', '{"a": ' * 1000 + "1" + "}" * 1000, '{"a": NaN}', "{", "[]", "", '{"a": 1}'],
+    ids=["lone surrogate", "deep", "no number", "cut off", "list", "empty", "object"],
+)
+async def test_what_a_model_wrote_as_arguments_never_breaks_a_call(gateway: Gateway, arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    asked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    for template in (CHATML, QWEN):
+        view = engine_view(bundle_of(byte_level_tokenizer(), template), context_length=1 << 17)
+        info = msgspec.structs.replace(view.info, digest=template)
+        gateway.directory.views = [dataclasses.replace(view, info=info)]
+        status, body = await gateway.post({"messages": asked})
+        assert status == 200, body
+
+
+async def test_a_full_line_refuses_before_it_prepares(gateway: Gateway) -> None:
+    gateway.runs.is_full = True
+    unusable = {"messages": [{"role": "tool", "content": "x"}], "stop_token_ids": [10**6]}
+    assert (await gateway.post(unusable))[0] == 429
+    gateway.runs.is_full = False
+    assert (await gateway.post(unusable))[0] == 400
+    assert (await gateway.post(HELLO))[0] == 200
+    assert gateway.runs.num_reserved == 0
+
+
+async def test_a_body_of_many_values_is_answered_while_others_are(gateway: Gateway) -> None:
+    """3 MB of token ids, and of stop ids: refused, and the loop is never away for long."""
+    numbers = ",".join(["300"] * 750_000)
+    worst = 0.0
+    for body in (f'{{"prompt": [{numbers}]}}', f'{{"prompt": "x", "stop_token_ids": [{numbers}]}}'):
+        refused = asyncio.create_task(gateway.post(io.BytesIO(body.encode()), TEXT))
+        while not refused.done():
+            started = time.perf_counter()
+            await asyncio.sleep(0.001)
+            worst = max(worst, time.perf_counter() - started)
+        assert (await refused)[0] == 400
+    assert worst < 0.25
 
 
 async def test_an_unknown_model_is_404(gateway: Gateway) -> None:

@@ -213,8 +213,10 @@ async def test_an_agent_is_known_by_its_header(gateway: Gateway, header: str) ->
 async def test_an_answer_comes_back_as_its_own_token_ids(gateway: Gateway) -> None:
     from gateway.prompts import Prompts
 
-    encode = Prompts(chatml_bundle()).tokenizer.encode_now
-    clumsy = array("I", [i for letter in "fox" for i in encode(letter)])
+    tokenizer = Prompts(chatml_bundle()).tokenizer
+    clumsy = array("I")
+    for letter in "fox":
+        clumsy.frombytes(await tokenizer.encode_raw(letter, max_tokens=9))
     usage = Usage(prompt_tokens=1, completion_tokens=3)
     gateway.runs.script = lambda order: [
         Tokens(token_ids=clumsy.tobytes(), text="fox"),

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from gateway.errors import InvalidField
-from gateway.prompts import Conversation, Prompts
-from gateway.tokenizer import SpanCache, unpack_token_ids
+from gateway.prompts import Conversation, Prompts, is_small
+from gateway.tokenizer import PromptTokenizer, Span, SpanCache, unpack_token_ids
 
 from .samples import (
     CHATML,
@@ -98,6 +98,10 @@ def encode(prompts: Prompts, messages: list[dict[str, Any]], **kwargs: Any) -> l
     return list(unpack_token_ids(asyncio.run(run())))
 
 
+def raw_ids(prompts: Prompts, text: str) -> list[int]:
+    return list(unpack_token_ids(asyncio.run(prompts.tokenizer.encode_raw(text, max_tokens=1 << 20))))
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
@@ -111,9 +115,16 @@ def test_text_and_ids_equal_transformers(
     try:
         text = theirs.apply_chat_template(messages, tokenize=False, **arguments)
     except (jinja2.exceptions.TemplateError, TypeError):
-        with pytest.raises(InvalidField):
-            encode(prompts, messages, tools=tools)
-        return
+        messages = [
+            {**message, "content": ""} if message.get("tool_calls") else message for message in messages
+        ]
+        try:
+            text = theirs.apply_chat_template(messages, tokenize=False, **arguments)
+        except (jinja2.exceptions.TemplateError, TypeError):
+            with pytest.raises(InvalidField):
+                encode(prompts, CONVERSATIONS[name], tools=tools)
+            return
+        assert encode(prompts, CONVERSATIONS[name], tools=tools) == encode(prompts, messages, tools=tools)
     assert prompts.render(Conversation(messages, tools)).text == text
     expected = theirs.apply_chat_template(messages, return_dict=False, **arguments)
     assert encode(prompts, messages, tools=tools) == expected
@@ -309,7 +320,7 @@ def test_an_answer_comes_back_as_the_ids_that_were_generated(chatml: Prompts) ->
     prompt = asyncio.run(chatml.encode(Conversation([question]), max_tokens=1000))
     assert prompt.answer_prefix == "assistant\n"
     answer = "fox fox"
-    clumsy = [i for letter in answer for i in chatml.tokenizer.encode_now(letter)]
+    clumsy = [i for letter in answer for i in raw_ids(chatml, letter)]
     history = [question, {"role": "assistant", "content": answer}, question]
     usual = encode(chatml, history)
     chatml.learn(prompt.answer_prefix, [*clumsy, chatml.tokenizer.control.hard["<|im_end|>"]], answer)
@@ -325,17 +336,25 @@ def test_an_answer_comes_back_as_the_ids_that_were_generated(chatml: Prompts) ->
 def test_an_answer_whose_ids_read_otherwise_is_not_learned(chatml: Prompts) -> None:
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "cut by a stop"}]
     usual = encode(chatml, history)
-    chatml.learn("assistant\n", chatml.tokenizer.encode_now("another text"), "cut by a stop")
+    chatml.learn("assistant\n", raw_ids(chatml, "another text"), "cut by a stop")
     assert encode(chatml, history) == usual
 
 
 def test_history_is_encoded_once(tokenizer: Tokenizer) -> None:
+    encoded: list[str] = []
+
+    class Watched(PromptTokenizer):
+        def _encode_missing(self, missing: dict[bytes, Span]) -> dict[bytes, bytes]:
+            encoded.extend(span.text for span in missing.values())
+            return super()._encode_missing(missing)
+
     prompts = Prompts(bundle_of(tokenizer, CHATML))
+    prompts.tokenizer = Watched(bundle_of(tokenizer, CHATML))
     history = [{"role": "user", "content": f"message {number}"} for number in range(50)]
     encode(prompts, history)
-    before = prompts.tokenizer.num_encoded_chars
+    encoded.clear()
     encode(prompts, [*history, {"role": "user", "content": "new"}])
-    assert prompts.tokenizer.num_encoded_chars - before == len("user\nnew")
+    assert encoded == ["user\nnew"]
 
 
 def test_the_span_cache_is_bounded_by_bytes() -> None:
@@ -347,8 +366,53 @@ def test_the_span_cache_is_bounded_by_bytes() -> None:
     assert cache.get((0).to_bytes(16, "little")) is None
 
 
-async def test_a_long_prompt_does_not_stall_the_loop(chatml: Prompts) -> None:
-    messages = [{"role": "user", "content": "The cold cache drops <|im_end|> the stale page. " * 10_000}]
+def test_an_assistant_that_only_calls_tools_has_the_content_of_no_words(
+    chatml: Prompts, qwen: Prompts
+) -> None:
+    question = {"role": "user", "content": "Read."}
+    for content in ({}, {"content": None}):
+        called = {"role": "assistant", "tool_calls": [CALL], **content}
+        spelled_out = {**called, "content": ""}
+        for prompts in (chatml, qwen):
+            assert encode(prompts, [question, called]) == encode(prompts, [question, spelled_out])
+    with pytest.raises(InvalidField):
+        encode(chatml, [question, {"role": "assistant", "content": None}])
+
+
+@pytest.mark.parametrize("depth", [10, 5000])
+def test_what_is_no_text_or_nested_too_deep_is_refused(chatml: Prompts, depth: int) -> None:
+    nested: Any = "\ud800" if depth == 10 else "x"
+    for _ in range(depth):
+        nested = [nested]
+    messages = [{"role": "user", "content": "\ud800" if depth == 10 else "x", "extra": nested}]
+    with pytest.raises(InvalidField) as caught:
+        encode(chatml, messages)
+    assert caught.value.status == 400
+
+
+def test_what_has_many_values_is_as_large_as_what_has_many_characters() -> None:
+    assert is_small([{"role": "user", "content": "x" * 1000}] * 20)
+    many: list[Any] = ["x" * 40_000, [0] * 10_000, [[]] * 10_000, {str(n): None for n in range(10_000)}]
+    for large in many:
+        assert not is_small(large)
+
+
+def test_messages_beyond_counting_are_refused_before_they_are_encoded(chatml: Prompts) -> None:
+    messages = [{"role": "user", "content": ""}] * 1000
+    with pytest.raises(InvalidField, match="at least"):
+        asyncio.run(chatml.encode(Conversation(messages), max_tokens=500))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "The cold cache drops <|im_end|> the stale page. " * 10_000}],
+        [{"role": "user", "content": "x", "extra": [0] * 1_000_000}],
+        [{"role": "user", "content": "x"}] * 50_000,
+    ],
+    ids=["text", "values", "messages"],
+)
+async def test_a_large_prompt_does_not_stall_the_loop(chatml: Prompts, messages: list[Any]) -> None:
     worst = 0.0
 
     async def tick() -> None:
@@ -361,5 +425,5 @@ async def test_a_long_prompt_does_not_stall_the_loop(chatml: Prompts) -> None:
     ticking = asyncio.create_task(tick())
     prompt = await chatml.encode(Conversation(messages), max_tokens=1 << 20)
     ticking.cancel()
-    assert len(prompt.token_ids) // 4 > 100_000
+    assert prompt.token_ids
     assert worst < 0.25  # measured: 0.02 s alone on the machine; encoding itself takes 0.3 s

@@ -237,6 +237,28 @@ async def test_too_many_waiting_are_refused_with_a_time(valkey: ValkeyServer) ->
         assert 1 <= refused[0].retry_after <= 120
 
 
+async def test_a_reserved_place_counts_once_and_is_given_back(valkey: ValkeyServer) -> None:
+    async with (
+        FakeEngine(valkey.url, only_start, workers=1),
+        gateway(valkey.url, max_waiting=1) as gate,
+    ):
+        engine = gate.directory.find("model")
+        places = [gate.runs.reserve(engine) for _ in range(3)]  # two turns at the engine, one in line
+        with pytest.raises(Overloaded):
+            gate.runs.reserve(engine)
+        order = Order(engine=engine, token_ids=b"\1\0\0\0", max_tokens=10, sampling=Sampling())
+        for place in places[:2]:
+            with place:
+                await gate.runs.start(order, place)
+        with pytest.raises(Overloaded):
+            await gate.order()
+        places[2].close()
+        places[2].close()
+        await gate.order()
+        with pytest.raises(Overloaded):
+            gate.runs.reserve(engine)
+
+
 async def test_engine_lost_after_a_token_ends_in_a_clear_error(valkey: ValkeyServer) -> None:
     async with FakeEngine(valkey.url, one_token) as engine, gateway(valkey.url) as gate:
         run_id = await gate.order()
