@@ -256,7 +256,7 @@ def _fields(body: bytes) -> dict[str, Any]:
 def _unreadable(body: bytes, problem: str) -> GatewayError:
     """Names the field when the trouble is a number that JSON or a double cannot hold (NaN, 1e999)."""
     try:
-        loose = json.loads(body)
+        loose = json.loads(body, parse_int=_parse_int)
         infinite = _infinite_field(loose) if isinstance(loose, dict) else None
     except (ValueError, RecursionError):
         infinite = None
@@ -269,6 +269,11 @@ def _unreadable(body: bytes, problem: str) -> GatewayError:
 
 def _infinite_field(fields: dict[str, Any]) -> str | None:
     return next((name for name, value in fields.items() if not _is_finite(value)), None)
+
+
+def _parse_int(digits: str) -> float:
+    """Python refuses to read whole numbers beyond a few thousand digits; to a double they are infinite."""
+    return int(digits) if len(digits) < 400 else math.copysign(math.inf, -1 if digits[0] == "-" else 1)
 
 
 def _is_finite(value: Any) -> bool:

@@ -14,6 +14,12 @@ from .plan import Candidates, RowSampling, SegmentResult
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads (seed, step) over the key space
 _KEY_MASK = (1 << 64) - 1
 
+GREEDY_TEMPERATURE = 1e-5
+"""Below it the most likely token is taken: dividing by less would leave float32, and pick any token."""
+
+LEAST_FACTOR = 1e-5
+"""Of the repetition penalty, for the same reason."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -33,7 +39,8 @@ class Drawn:
         """Read the evaluated values."""
         token: Any = self.token.item()
         if not self.sound.item():
-            return SegmentResult(None, fault="the model gave logits that are not numbers for this turn")
+            fault = "the logits, or what the sampling settings make of them, are not numbers for this turn"
+            return SegmentResult(None, fault=fault)
         return SegmentResult(token, self._candidates(token))
 
     def _candidates(self, token: int) -> Candidates | None:
@@ -54,14 +61,20 @@ def draw(logits: mx.array, row: RowSampling) -> Drawn:
     # A sum is NaN or infinite as soon as one logit is NaN or +inf, or all are -inf.
     sound = mx.isfinite(mx.logsumexp(logits))
     adjusted = _penalise(logits, row)
-    token = mx.argmax(adjusted) if sampling.temperature == 0 else _pick(adjusted, sampling, _key(row))
+    is_greedy = sampling.temperature < GREEDY_TEMPERATURE
+    if not is_greedy:
+        adjusted = adjusted / sampling.temperature
+    if adjusted is not logits:
+        sound &= mx.isfinite(mx.max(adjusted))
+    token = mx.argmax(adjusted) if is_greedy else _pick(adjusted, sampling, _key(row))
     if sampling.top_logprobs is None:
         return Drawn(token, sound)
     logprobs = logits - mx.logsumexp(logits)
     chosen = mx.take(logprobs, token)
     if sampling.top_logprobs == 0:
         return Drawn(token, sound, chosen)
-    best = mx.argpartition(-logprobs, sampling.top_logprobs)[: sampling.top_logprobs]
+    worst = min(sampling.top_logprobs, logprobs.size - 1)
+    best = mx.argpartition(-logprobs, worst)[: sampling.top_logprobs]
     values = mx.take(logprobs, best)
     order = mx.argsort(-values)
     return Drawn(token, sound, chosen, mx.take(best, order), mx.take(values, order))
@@ -79,7 +92,7 @@ def _penalise(logits: mx.array, row: RowSampling) -> mx.array:
         seen = sorted({*row.prompt, *row.generated})
         ids = mx.array(seen, mx.int32)
         values = mx.take(logits, ids)
-        factor = sampling.repetition_penalty
+        factor = max(sampling.repetition_penalty, LEAST_FACTOR)
         lowered = mx.where(values > 0, values / factor, values * factor)
         logits = mx.put_along_axis(logits, ids, lowered, axis=0)
     deltas = {token_id: float(bias) for token_id, bias in sampling.logit_bias.items()}
@@ -96,8 +109,7 @@ def _penalise(logits: mx.array, row: RowSampling) -> mx.array:
 
 
 def _pick(logits: mx.array, sampling: Sampling, key: mx.array) -> mx.array:
-    """Temperature, then the filters, then the Gumbel-max draw."""
-    logits = logits / sampling.temperature
+    """The filters, then the Gumbel-max draw. logits: divided by the temperature."""
     filtered = sampling.top_p < 1 or sampling.min_p > 0 or 0 < sampling.top_k < logits.size
     if not filtered:
         return mx.argmax(logits + mx.random.gumbel(logits.shape, key=key))

@@ -95,6 +95,42 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert logprob.top[0][1] == pytest.approx(2.0 - total, abs=1e-5)
 
 
+TINY = [1e-6, 1e-38, 5e-324]
+
+
+@pytest.mark.parametrize("temperature", TINY)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 5e-324}, {"min_p": 1.0}, {"top_k": 3, "min_p": 1e-38}])
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(
+    temperature: float, filters: dict[str, Any]
+) -> None:
+    rising = sorted(LOGITS)
+    assert {
+        sampled(rising, Sampling(temperature=temperature, **filters), step=n).token_id for n in range(9)
+    } == {4}
+
+
+@pytest.mark.parametrize("penalty", TINY)
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1e-5, 1.0])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "min_p": 0.1, "top_k": 3}])
+def test_a_tiny_repetition_penalty_repeats_the_likeliest_that_was_seen(
+    penalty: float, temperature: float, filters: dict[str, Any]
+) -> None:
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty, **filters)
+    assert sampled(LOGITS, sampling, generated=(2, 1)).token_id == 1
+
+
+def test_the_other_ends_of_the_settings_are_sampled_as_well() -> None:
+    most = {"temperature": 2.0, "repetition_penalty": 10.0, "presence_penalty": 2.0, "frequency_penalty": 2.0}
+    sampling = Sampling(**most, top_k=2**62, logit_bias={0: 100.0}, seed=2**63 - 1, top_logprobs=20)
+    result = sampled(LOGITS, sampling, generated=(1,) * 5000)
+    assert result.token_id == 0
+    assert result.logprob is not None and len(result.logprob.top) == len(LOGITS)
+
+
+def test_what_settings_make_infinite_is_a_fault_and_no_token() -> None:
+    assert sampled([1.0, 1e35, 0.0], Sampling(temperature=1e-5)).fault
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_are_a_fault_and_no_token(bad: float) -> None:
     result = sampled([1.0, bad, 0.0], Sampling(temperature=0))
