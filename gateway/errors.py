@@ -44,6 +44,7 @@ KINDS: dict[str, ErrorKind] = {
     "cancelled": ErrorKind(499, SERVER),
     "internal_error": ErrorKind(500, SERVER),
     # ours, and another try would end the same
+    "broken_template": ErrorKind(500, SERVER),
     "row_fault": ErrorKind(500, SERVER),
     "out_of_pages": ErrorKind(500, SERVER),
     "upgrade_engine": ErrorKind(500, SERVER),

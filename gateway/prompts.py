@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import structlog
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -22,7 +23,7 @@ from jinja2.utils import Namespace
 from workers.messages import TokenizerBundle
 
 from .control_tokens import Marks
-from .errors import InvalidField, shorten
+from .errors import GatewayError, InvalidField, shorten
 from .tokenizer import PromptTokenizer
 
 INLINE_RENDER_CHARS = 32_768
@@ -30,6 +31,8 @@ INLINE_RENDER_CHARS = 32_768
 
 VALUE_CHARS = 16
 """What a value of any kind costs to walk, in characters of text."""
+
+log = structlog.get_logger(__name__)
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -136,6 +139,36 @@ def compile_template(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenTemplate:
+    """A chat template that does not compile: `where` and why."""
+
+    where: str
+    problem: str
+
+    @property
+    def message(self) -> str:
+        """What callers of chat are told."""
+        return (
+            f"This model's chat template is broken ({self.where}: {self.problem}). Correct it in the model's "
+            "tokenizer_config.json or chat_template.jinja and restart the engine; /v1/completions works."
+        )
+
+
+def _compiled(source: str) -> jinja2.Template | BrokenTemplate | None:
+    """None: there is none. A broken one is logged, once: it breaks chat, and nothing else."""
+    if not source:
+        return None
+    try:
+        return compile_template(source)
+    except jinja2.exceptions.TemplateSyntaxError as error:
+        broken = BrokenTemplate(f"line {error.lineno}", shorten(error.message or "not a template", 200))
+    except (jinja2.exceptions.TemplateError, RecursionError, SyntaxError, ValueError) as error:
+        broken = BrokenTemplate("as a whole", type(error).__name__)
+    log.warning("chat_template_broken", where=broken.where, problem=broken.problem)
+    return broken
+
+
 class Prompts:
     """Renders and encodes prompts for one tokenizer bundle. Building it takes up to a second."""
 
@@ -143,13 +176,14 @@ class Prompts:
         self.tokenizer = PromptTokenizer(bundle)
         self._special_tokens = dict(bundle.special_tokens)
         self._knows_developer = "developer" in bundle.chat_template
-        self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
+        self._template = _compiled(bundle.chat_template)
 
     async def encode(
         self, conversation: Conversation, *, max_tokens: int, scope: bytes = b""
     ) -> EncodedPrompt:
         """The prompt's ids. Raises InvalidField when the template refuses the messages, when they cannot be
-        written as UTF-8, or when more than `max_tokens` are certain without encoding. `scope`: see `learn`.
+        written as UTF-8, or when more than `max_tokens` are certain without encoding, GatewayError for a
+        broken template. `scope`: see `learn`.
         """
         try:
             if is_small(conversation.messages, conversation.tools, conversation.variables):
@@ -169,6 +203,8 @@ class Prompts:
         """The prompt's text up to where the answer starts."""
         if self._template is None:
             raise InvalidField("messages", "This model has no chat template: use /v1/completions.")
+        if isinstance(self._template, BrokenTemplate):
+            raise GatewayError("broken_template", self._template.message)
         messages = [self._prepare(message) for message in conversation.messages]
         conversation = Conversation(messages, conversation.tools, conversation.variables)
         control = self.tokenizer.control
@@ -189,7 +225,7 @@ class Prompts:
         self.tokenizer.learn(answer_prefix, token_ids, text, scope=scope)
 
     def _fill(self, conversation: Conversation) -> str:
-        assert self._template is not None
+        assert isinstance(self._template, jinja2.Template)
         variables = {"documents": None, "add_generation_prompt": True, **self._special_tokens}
         variables |= conversation.variables or {}
         try:
