@@ -1,10 +1,14 @@
-"""Fixtures that several rooms need: a real Valkey server out of the wheel, and what is logged."""
+"""What several rooms need: a real Valkey server out of the wheel, what is logged, hypothesis profiles.
+
+Hypothesis finds the same examples each time, and fresh ones with TETRARCH_SOAK set (`make soak`).
+"""
 
 from __future__ import annotations
 
 import io
 import json
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +20,7 @@ from typing import Any
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, Phase, settings
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as BusConnectionError
@@ -26,6 +31,44 @@ from metrics import logs
 from workers.machine import load_blas
 
 load_blas()  # before any test imports MLX
+
+_IS_SOAK = bool(os.environ.get("TETRARCH_SOAK"))
+_SOAK_SECONDS = 3600
+_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=100,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],  # explaining a failure takes minutes
+    suppress_health_check=_SLOW_IS_FINE,
+)
+settings.register_profile(
+    "soak",
+    deadline=None,
+    max_examples=3000,
+    stateful_step_count=100,
+    print_blob=True,
+    suppress_health_check=_SLOW_IS_FINE,
+)
+settings.load_profile("soak" if _IS_SOAK else "ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A soak outlives the timeout of an ordinary test."""
+    for item in items:
+        if _IS_SOAK and Path(__file__).parent / "properties" in item.path.parents:
+            item.add_marker(pytest.mark.timeout(_SOAK_SECONDS))
+
+
+def pytest_runtest_setup() -> None:
+    """structlog's own default draws each traceback's local variables, which takes a second."""
+    if not structlog.is_configured():
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        )
+        structlog.configure(processors=[structlog.processors.add_log_level, renderer])
 
 
 class ValkeyServer:

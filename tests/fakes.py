@@ -140,6 +140,7 @@ class FakeRunner:
         self.base_seconds = 0.05
         self.row_seconds = 0.002
         self.fault_of: Callable[[Segment], str | None] = lambda segment: None
+        self.are_rows_spoiled = True  # by a fault
         self.fail_next: Exception | None = None
         self.num_rebuilds = 0
         self._clock = clock
@@ -203,8 +204,9 @@ class FakeRunner:
     def _sample(self, segment: Segment) -> SegmentResult:
         fault = self.fault_of(segment)
         if fault is not None:
-            self._spoil(segment)
-            return SegmentResult(token_id=None, fault=fault)
+            if self.are_rows_spoiled:
+                self._spoil(segment)
+            return SegmentResult(token_id=None, fault=fault, are_rows_spoiled=self.are_rows_spoiled)
         if segment.row is None:
             return SegmentResult(token_id=None)
         token_id = self.model.sample(self._state(segment, segment.end), segment.row)

@@ -11,13 +11,14 @@ from .pace import Pace
 
 @dataclass(slots=True)
 class Counters:
-    """Totals over the scheduler's life."""
+    """Totals since the engine's incarnation began."""
 
     num_steps: int = 0
     prompt_tokens_computed: int = 0  # rows of prefills, those of resumed turns included
     prompt_tokens_cached: int = 0
     generated_tokens: int = 0
     num_preempted: int = 0
+    num_evicted_before: int = 0  # pages that the cache, which outlives an incarnation, had given up by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class EngineCounts:
     prompt_tokens_cached: int
     generated_tokens: int
     num_steps: int
+    num_preempted: int
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
 
@@ -50,11 +52,12 @@ class EngineCounts:
             num_tree_pages=pages.num_tree,
             num_live_pages=pages.num_live,
             num_tree_nodes=pages.num_nodes,
-            num_evicted_pages=pages.num_evicted,
+            num_evicted_pages=pages.num_evicted - counters.num_evicted_before,
             prompt_tokens_computed=counters.prompt_tokens_computed,
             prompt_tokens_cached=counters.prompt_tokens_cached,
             generated_tokens=counters.generated_tokens,
             num_steps=counters.num_steps,
+            num_preempted=counters.num_preempted,
             prefill_tokens_per_second=pace.prefill_tokens_per_second,
             decode_tokens_per_second=pace.decode_tokens_per_second,
         )

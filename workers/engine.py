@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import structlog
+
 from kvcache.cache import Cache
 
 from .counters import EngineCounts
-from .errors import PoolsLost, SettingsError, TurnRefused
+from .errors import SettingsError, TurnRefused
 from .messages import Cancel, Failed, Submit
 from .pace import Pace, PaceLimits
-from .plan import Runner, StepPlan
+from .plan import Runner, StepPlan, StepResult
 from .scheduler import Scheduler
 from .turn import TurnEvent, TurnRules, open_turn
+
+log = structlog.get_logger(__name__)
 
 
 class Engine:
@@ -51,11 +55,15 @@ class Engine:
 
     def submit(self, submit: Submit) -> None:
         """Queue a turn; one that cannot be accepted ends with Failed in the next step's events."""
-        now = self._clock()
         try:
-            turn = open_turn(submit, self._rules, now)
+            turn = open_turn(submit, self._rules, self._clock())
         except TurnRefused as refused:
             failed = Failed(error=refused.kind, message=str(refused), retryable=refused.retryable)
+            self._scheduler.refuse(submit.run_id, submit.attempt, failed)
+        except Exception:  # the border of one turn: ends in its terminal event
+            log.exception("a turn could not be opened", run=submit.run_id, attempt=submit.attempt)
+            message = "the engine could not take this turn: send it again"
+            failed = Failed(error="planning_failed", message=message, retryable=True)
             self._scheduler.refuse(submit.run_id, submit.attempt, failed)
         else:
             self._scheduler.submit(turn)
@@ -72,7 +80,7 @@ class Engine:
         return self._scheduler.take_events()
 
     def abandon(self) -> None:
-        """Drop all turns silently (the lease was lost); kept prefixes stay."""
+        """Drop all turns silently (the lease was lost) and count from nothing; kept prefixes stay."""
         self._scheduler.abandon()
 
     def check_integrity(self) -> None:
@@ -88,13 +96,19 @@ class Engine:
         self.step_predicted_seconds = self._pace.predicted_step_seconds(plan)
         self.step_started_at = self._clock()
         try:
-            result = self._runner.run(plan)
-        except Exception as error:  # noqa: BLE001 the border of one step: ends in its turns' terminal events
-            pools_lost = isinstance(error, PoolsLost)
-            self._scheduler.fail_step(plan, error, self._clock(), pools_lost=pools_lost)
-            if pools_lost:
+            result = self._evaluated(plan)
+            if result is None:
+                self._scheduler.fail_step(self._clock())
                 self._runner.rebuild()
-        else:
-            self._scheduler.commit(plan, result, self._clock())
+            else:
+                self._scheduler.commit(plan, result, self._clock())
         finally:
             self.step_started_at = None
+
+    def _evaluated(self, plan: StepPlan) -> StepResult | None:
+        """None: the step failed; its exception, whose frames keep the old pools alive, is gone by then."""
+        try:
+            return self._runner.run(plan)
+        except Exception:  # the border of one step: ends in its turns' terminal events
+            log.exception("a step failed", runs=self._scheduler.running_ids())
+            return None

@@ -27,16 +27,8 @@ class BusError(WorkersError):
     """The bus cannot be reached or is not fit for use."""
 
 
-class LeaseLost(BusError):
-    """Another incarnation of this engine took over: nothing more may be written in this one's name."""
-
-
-class StepFailed(WorkersError):
-    """A whole step failed; the pools are as before it, apart from rows that nobody has committed."""
-
-
-class PoolsLost(StepFailed):
-    """A whole step failed and the pools hold nothing usable any more: rebuild them and empty the tree."""
+class EngineIdInUse(BusError):
+    """Another process has this engine's name on the bus: one of the two needs another."""
 
 
 class IntegrityError(WorkersError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import structlog
@@ -73,8 +73,7 @@ class EngineLoop:
         self._memory = parts.memory
         self._stopping = threading.Event()
         self._is_checked = False  # since the last turn
-        self._before = parts.engine.stats()  # what earlier incarnations counted
-        self._counts = self._before
+        self._counts = parts.engine.stats()
         self._memory_now = parts.memory()
         self._bus = Bus(url, parts.info, parts.bundle, self._stats)
 
@@ -132,7 +131,7 @@ class EngineLoop:
 
     def _begin_again(self) -> None:
         self._engine.abandon()
-        self._counts = self._before = self._engine.stats()
+        self._counts = self._engine.stats()
         self._bus.begin_again()
 
     def _stats(self, incarnation: int) -> EngineStats:
@@ -146,7 +145,7 @@ class EngineLoop:
             step_age_seconds=age,
             active_memory_bytes=self._memory_now.active_bytes,
             peak_memory_bytes=self._memory_now.peak_bytes,
-            **asdict(_since(self._before, self._counts)),
+            **asdict(self._counts),
         )
 
     def _why_not_ready(self, age: float) -> str:
@@ -174,15 +173,3 @@ def why_stuck(age_seconds: float, predicted_seconds: float | None) -> str:
 
 def _age(started_at: float | None) -> float:
     return 0.0 if started_at is None else max(0.0, time.monotonic() - started_at)
-
-
-def _since(before: EngineCounts, now: EngineCounts) -> EngineCounts:
-    """Counters of the present incarnation; gauges as they are."""
-    return replace(
-        now,
-        num_evicted_pages=now.num_evicted_pages - before.num_evicted_pages,
-        prompt_tokens_computed=now.prompt_tokens_computed - before.prompt_tokens_computed,
-        prompt_tokens_cached=now.prompt_tokens_cached - before.prompt_tokens_cached,
-        generated_tokens=now.generated_tokens - before.generated_tokens,
-        num_steps=now.num_steps - before.num_steps,
-    )

@@ -95,7 +95,7 @@ class Submit(Message, frozen=True, kw_only=True):
 
     run_id: str
     attempt: int
-    incarnation: int  # of the engine that shall run it; another incarnation ignores it
+    incarnation: int  # of the engine that shall run it; another one drops it without an answer
     digest: str  # of the TokenizerBundle that made token_ids
     token_ids: bytes  # prompt, little-endian uint32
     max_tokens: int
@@ -267,7 +267,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine is doing, published every second. Counters grow over one incarnation."""
 
     incarnation: int
-    ready: bool  # False: starting, draining, or a step exceeds 10 times its predicted time
+    ready: bool  # False: stopping, or a step takes far longer than predicted (loop.why_stuck)
     reason: str = ""  # why not ready
     num_running: int = 0
     num_waiting: int = 0
@@ -280,6 +280,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_cached: int = 0
     generated_tokens: int = 0
     num_steps: int = 0
+    num_preempted: int = 0  # turns that gave their pages back and wait again
     step_age_seconds: float = 0.0  # of the step in flight, 0 when idle
     active_memory_bytes: int = 0
     peak_memory_bytes: int = 0

@@ -27,7 +27,6 @@ class RowSampling:
     step: int  # index of the token to be sampled in its turn, from 0
     prompt: Sequence[int]
     generated: Sequence[int]
-    banned: tuple[int, ...] = ()  # token ids that may not be sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +78,12 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class SegmentResult:
-    """What one segment gave: a sampled token, nothing (not the last chunk), or a fault in its data."""
+    """What one segment gave: a sampled token, nothing (not the last chunk), or a fault that is its own."""
 
     token_id: int | None
     logprob: Candidates | None = None
     fault: str | None = None
+    are_rows_spoiled: bool = False  # the fault is in the pages too: nobody may share them
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Runner(Protocol):
     """Whoever evaluates a plan: the model, or a fake in tests."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Evaluate every segment. Raises when the whole step failed (PoolsLost: the pools are unusable)."""
+        """Evaluate every segment. Raises when the whole step failed: the pools are unusable then."""
         ...
 
     def rebuild(self) -> None:

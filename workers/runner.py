@@ -15,7 +15,6 @@ from kvcache.attention import StepAttention
 from kvcache.pages import Pools
 from kvcache.reads import Rows
 
-from .errors import PoolsLost
 from .mixers import StepCache
 from .plan import RowSampling, Segment, SegmentResult, StepPlan, StepResult
 from .sampling import Drawn, draw
@@ -45,12 +44,9 @@ class ModelRunner:
         self._share_reads = share_reads
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Evaluate every segment. Raises PoolsLost when the evaluation itself failed."""
+        """Evaluate every segment. After an exception the pools hold lazy or broken writes: rebuild them."""
         started = time.perf_counter()
-        try:
-            results = self._run(plan)
-        except (RuntimeError, ValueError, MemoryError) as error:
-            raise PoolsLost(f"the step could not be evaluated: {error}") from None
+        results = self._run(plan)
         return StepResult(results, time.perf_counter() - started)
 
     def rebuild(self) -> None:
@@ -93,13 +89,11 @@ class ModelRunner:
         for segment, drawn in zip(segments, draws, strict=True):
             last = first + len(segment.token_ids)
             if not all(finite[first:last]):
-                result = SegmentResult(None, fault=NOT_FINITE)
-            else:
-                result = drawn.result() if isinstance(drawn, Drawn) else drawn or SegmentResult(None)
-            if result.fault is not None:
                 # Whoever gets these pages next must not find infinities in rows beyond its own length.
                 self.pools.clear(segment.pages[segment.start // self.pools.page_tokens :])
-            results.append(result)
+                results.append(SegmentResult(None, fault=NOT_FINITE, are_rows_spoiled=True))
+            else:
+                results.append(drawn.result() if isinstance(drawn, Drawn) else drawn or SegmentResult(None))
             first = last
         return tuple(results)
 

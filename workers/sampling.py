@@ -102,9 +102,6 @@ def _penalise(logits: mx.array, row: RowSampling) -> mx.array:
             deltas[token_id] = deltas.get(token_id, 0.0) - lowered_by
     if deltas:
         logits = logits.at[mx.array(list(deltas), mx.int32)].add(mx.array(list(deltas.values()), mx.float32))
-    if row.banned:
-        ids = mx.array(row.banned, mx.int32)
-        logits = mx.put_along_axis(logits, ids, mx.full(ids.shape, -mx.inf), axis=0)
     return logits
 
 

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import structlog
+
 from kvcache.cache import Cache, Opening, PageCopy
 
 from .counters import Counters, EngineCounts
@@ -20,6 +22,7 @@ from .places import Places
 from .plan import Segment, SegmentResult, StepPlan, StepResult
 from .turn import Turn, TurnEvent
 
+log = structlog.get_logger(__name__)
 
 FOR_GOOD = frozenset({"row_fault", "out_of_pages"})
 """Kinds of failure that follow from the turn itself: sending it again repeats the work and the failure."""
@@ -60,7 +63,8 @@ class Scheduler:
         """End a turn wherever it is; what it computed stays in the cache. Nothing for an unknown turn."""
         turn = self._turns.get((cancel.run_id, cancel.attempt))
         if turn is not None:
-            self._end(turn, Cancelled(usage=turn.usage(), timings=turn.timings(now)))
+            with self._isolated(turn, "cancel_failed", now):
+                self._end(turn, Cancelled(usage=turn.usage(), timings=turn.timings(now)))
 
     def refuse(self, run_id: str, attempt: int, failed: Failed) -> None:
         """Tell the end of a turn that never got in."""
@@ -103,23 +107,25 @@ class Scheduler:
             with self._isolated(turn, "row_fault", now):
                 self._commit_segment(turn, segment, outcome, now)
 
-    def fail_step(self, plan: StepPlan, error: Exception, now: float, *, pools_lost: bool) -> None:
-        """End a failed step's turns, and all that hold pages if those are lost; the tree is then emptied."""
+    def fail_step(self, now: float) -> None:
+        """A step failed and the pools with it: end all turns that hold pages, empty the tree."""
         self.counters.num_steps += 1
-        in_step = {segment.worker for segment in plan.segments}
-        for worker, turn in list(self._running.items()):
-            if worker in in_step or pools_lost:
-                self._fail(
-                    turn, "step_failed", f"the step failed ({_brief(error)}): send the call again", now
-                )
-        if pools_lost:
-            self._cache.clear()
+        for turn in list(self._running.values()):
+            self._fail(
+                turn, "step_failed", "the engine could not compute this step: send the call again", now
+            )
+        self._cache.clear()
+
+    def running_ids(self) -> list[str]:
+        """Run ids of the turns that have a worker."""
+        return [turn.run_id for turn in self._running.values()]
 
     def abandon(self) -> None:
-        """Forget every turn without a word; what they computed stays in the cache."""
+        """Forget every turn without a word and count from nothing; what they computed stays in the cache."""
         for turn in list(self._turns.values()):
             self._leave(turn, keep=True)
         self._events.clear()
+        self.counters = Counters(num_evicted_before=self._cache.stats().num_evicted)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when turns, workers and paths disagree. Between steps only."""
@@ -191,8 +197,10 @@ class Scheduler:
         if segment.row is not None and outcome.token_id is None and fault is None:
             fault = "no token was sampled"
         if fault is not None:
-            self._cache.poison(turn.path)
-            turn.path = None
+            log.error("row fault", run=turn.run_id, fault=fault, are_rows_spoiled=outcome.are_rows_spoiled)
+            if outcome.are_rows_spoiled:
+                self._cache.poison(turn.path)
+                turn.path = None
             self._fail(turn, "row_fault", f"this turn's numbers went wrong ({fault}): change its prompt", now)
             return
         self._cache.commit(turn.path, segment.token_ids)
@@ -230,14 +238,15 @@ class Scheduler:
 
     @contextmanager
     def _isolated(self, turn: Turn, kind: str, now: float) -> Iterator[None]:
-        """Whatever goes wrong inside ends this turn alone."""
+        """Whatever goes wrong inside is logged and ends this turn alone."""
         try:
             yield
-        except Exception as error:  # the border of one turn: ends in its terminal event
+        except Exception:  # the border of one turn: ends in its terminal event
             if (turn.run_id, turn.attempt) not in self._turns:
                 raise  # it has ended already: what broke is the engine's
+            log.exception("a turn failed", run=turn.run_id, attempt=turn.attempt, error_kind=kind)
             remedy = "change its prompt or settings" if kind in FOR_GOOD else "send it again"
-            self._fail(turn, kind, f"this turn failed inside the engine ({_brief(error)}): {remedy}", now)
+            self._fail(turn, kind, f"this turn failed inside the engine: {remedy}", now)
 
     def _fail(self, turn: Turn, kind: str, message: str, now: float) -> None:
         failed = Failed(
@@ -299,14 +308,14 @@ def _open(cache: Cache, turn: Turn) -> Opening | None:
 
 
 def _chunk_end(turn: Turn, num_rows: int, page_tokens: int) -> int:
-    """Where a prefill chunk of about `num_rows` ends: on a page border where that costs little."""
+    """Where a prefill chunk of about `num_rows` ends: a large one on a page border, if that costs little."""
     assert turn.path is not None
     start = turn.path.num_tokens
     end = start + num_rows
     if end >= turn.num_tokens:
         return turn.num_tokens
     border = end - end % page_tokens
-    return border if border - start >= num_rows // 2 else end
+    return border if num_rows >= page_tokens and border - start >= num_rows // 2 else end
 
 
 def _segment(turn: Turn, end: int) -> Segment:
@@ -315,7 +324,3 @@ def _segment(turn: Turn, end: int) -> Segment:
     start = turn.path.num_tokens
     row = turn.row_sampling() if end == turn.num_tokens else None
     return Segment(turn.worker, start, turn.tokens(start, end), turn.path.pages, row)
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"

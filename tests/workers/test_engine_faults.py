@@ -3,15 +3,16 @@ from __future__ import annotations
 import threading
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.fakes import FakeModel, FakeRunner, fake_submit
 from tests.workers.engine_bench import Bench, prompt_of
-from workers.errors import PoolsLost, StepFailed
 from workers.messages import (
     Cancel,
     Cancelled,
     Failed,
     Finished,
+    Sampling,
 )
 from workers.plan import Segment, StepPlan, StepResult
 
@@ -111,35 +112,19 @@ def test_a_row_without_a_token_is_a_fault() -> None:
     assert isinstance(end := bench.end("one"), Failed) and end.error == "row_fault"
 
 
-def test_a_failed_step_fails_its_turns_and_spares_the_waiting() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyError("anything")])
+def test_a_failed_step_fails_its_turns_empties_the_tree_and_spares_the_waiting(error: Exception) -> None:
     bench = Bench(num_workers=2)
     submits = [fake_submit(f"run{index}", prompt_of(20, index), max_tokens=9) for index in range(3)]
     for submit in submits:
         bench.engine.submit(submit)
     for _ in range(3):
         bench.step()
-    bench.runner.fail_next = StepFailed("the device said no")
-    bench.run()
+    bench.runner.fail_next = error
+    bench.step()
     for run_id in ("run0", "run1"):
         end = bench.end(run_id)
         assert isinstance(end, Failed) and (end.error, end.retryable) == ("step_failed", True)
-    assert bench.token_ids("run2") == bench.model.generate(submits[2], 9)
-    again = fake_submit("again", prompt_of(20), max_tokens=9)
-    bench.engine.submit(again)
-    bench.run()
-    assert bench.token_ids("again") == bench.model.generate(again, 9)
-    assert bench.runner.num_rebuilds == 0
-
-
-def test_lost_pools_are_rebuilt_and_the_tree_is_emptied() -> None:
-    bench = Bench(num_workers=2)
-    submits = [fake_submit(f"run{index}", prompt_of(20, index), max_tokens=9) for index in range(3)]
-    for submit in submits:
-        bench.engine.submit(submit)
-    for _ in range(3):
-        bench.step()
-    bench.runner.fail_next = PoolsLost("out of memory")
-    bench.step()
     assert bench.runner.num_rebuilds == 1
     assert bench.cache.stats().num_free == bench.num_pages
     bench.run()
@@ -149,6 +134,57 @@ def test_lost_pools_are_rebuilt_and_the_tree_is_emptied() -> None:
     bench.run()
     assert bench.end("again").usage.cached_tokens == 0
     assert bench.token_ids("again") == bench.model.generate(again, 9)
+
+
+def test_a_failed_step_and_a_broken_turn_are_logged_with_runs_and_told_without_details() -> None:
+    bench = Bench()
+    bench.engine.submit(fake_submit("one", prompt_of(9)))
+    bench.step()
+    bench.runner.fail_next = RuntimeError("a secret of the library")
+    with capture_logs() as lines:
+        bench.step()
+    (line,) = lines
+    assert (line["event"], line["runs"], line["exc_info"]) == ("a step failed", ["one"], True)
+    assert isinstance(end := bench.end("one"), Failed) and "secret" not in end.message
+
+
+def test_a_turn_that_breaks_the_engines_checks_fails_alone() -> None:
+    bench = Bench()
+    bench.engine.submit(good := fake_submit("good", prompt_of(9)))
+    broken = fake_submit("broken", prompt_of(9), sampling=Sampling(temperature=0.0, seed="7"))  # type: ignore[arg-type]
+    with capture_logs() as lines:
+        bench.engine.submit(broken)
+    bench.run()
+    assert isinstance(end := bench.end("broken"), Failed)
+    assert (end.error, end.retryable) == ("planning_failed", True)
+    assert [(line["run"], line["exc_info"]) for line in lines] == [("broken", True)]
+    assert bench.token_ids("good") == bench.model.generate(good, 8)
+
+
+def test_a_sampling_fault_leaves_the_shared_prefix_in_the_cache() -> None:
+    bench = Bench()
+    bench.runner.are_rows_spoiled = False
+    bench.engine.submit(fake_submit("bad", prompt_of(100)))
+    bench.engine.submit(neighbour := fake_submit("neighbour", [*prompt_of(96), 1], max_tokens=20))
+    bench.runner.fault_of = lambda segment: "no such setting" if segment.worker == 0 and segment.row else None
+    bench.run()
+    assert isinstance(end := bench.end("bad"), Failed) and end.error == "row_fault"
+    assert bench.end("neighbour").usage.cached_tokens == 96
+    assert bench.token_ids("neighbour") == bench.model.generate(neighbour, 20)
+
+
+def test_a_cancel_that_breaks_still_ends_the_turn() -> None:
+    bench = Bench()
+    bench.engine.submit(fake_submit("one", [*prompt_of(9)], stop=("zzz",)))
+    bench.step()
+
+    def decode(token_ids: object) -> str:
+        raise RuntimeError("broken")
+
+    object.__setattr__(bench.rules.detokenizer, "decode", decode)
+    bench.engine.cancel(Cancel(run_id="one", attempt=1))
+    bench.run()
+    assert isinstance(end := bench.end("one"), Failed) and end.error == "cancel_failed"
 
 
 def test_a_tokenizer_that_breaks_fails_the_turn_and_not_the_engine() -> None:
@@ -182,6 +218,19 @@ def test_abandoned_turns_say_nothing_and_leave_their_prefix() -> None:
     bench.engine.submit(fake_submit("again", prompt_of(40)))
     bench.run()
     assert bench.end("again").usage.cached_tokens == 39
+
+
+def test_an_engine_that_begins_again_counts_from_nothing() -> None:
+    bench = Bench(num_pages=16, context_length=128)
+    for index in range(4):
+        bench.engine.submit(fake_submit(f"run{index}", prompt_of(60, index), max_tokens=30))
+        bench.run()
+    before = bench.engine.stats()
+    assert before.num_evicted_pages and before.generated_tokens == 120
+    bench.engine.abandon()
+    after = bench.engine.stats()
+    assert (after.num_evicted_pages, after.generated_tokens, after.num_steps) == (0, 0, 0)
+    assert after.num_tree_pages == before.num_tree_pages
 
 
 def test_a_stuck_step_is_seen_from_another_thread() -> None:

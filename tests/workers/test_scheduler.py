@@ -113,7 +113,7 @@ def test_page_shortage_preempts_the_newest_and_nobody_notices() -> None:
     for submit in submits:
         bench.engine.submit(submit)
     bench.run()
-    assert bench.engine._scheduler.counters.num_preempted > 0
+    assert bench.engine.stats().num_preempted > 0
     for submit in submits:
         assert bench.token_ids(submit.run_id) == bench.model.generate(submit, 70)
         assert sum(isinstance(event, Started) for event in bench.events[submit.run_id]) == 1
@@ -131,7 +131,7 @@ def test_a_preempted_turns_text_seed_and_stop_go_on() -> None:
     for submit in submits:
         bench.engine.submit(submit)
     bench.run()
-    assert bench.engine._scheduler.counters.num_preempted > 0
+    assert bench.engine.stats().num_preempted > 0
     for submit in submits:
         alone = Bench(model=bench.model)
         alone.engine.submit(submit)
@@ -168,7 +168,7 @@ def test_a_cancel_of_a_preempted_turn_counts_what_it_sent() -> None:
     bench = Bench(num_pages=24, context_length=24 * PAGE_TOKENS)
     for index in range(2):
         bench.engine.submit(fake_submit(f"run{index}", prompt_of(20, index), max_tokens=120))
-    while bench.engine.has_work and not bench.engine._scheduler.counters.num_preempted:
+    while bench.engine.has_work and not bench.engine.stats().num_preempted:
         bench.step()
     assert bench.engine.stats().num_waiting == 1
     bench.engine.cancel(Cancel(run_id="run1", attempt=1))
