@@ -51,6 +51,10 @@ class Admission:
         """Tickets in all lines."""
         return len(self._waiting)
 
+    def is_waiting(self, run_id: str) -> bool:
+        """Whether the ticket is in a line."""
+        return run_id in self._waiting
+
     def reserve(self, *, room: int, retry_after_seconds: float) -> None:
         """A place for a ticket that will `enter`. `room`: turns the engines could take at once.
 

@@ -87,8 +87,8 @@ class Answer:
             case Tokens():
                 return self._feed_tokens(event)
             case Finished() | Cancelled() | Failed():
-                self.turn_end = event
-                return self._finish_chunks(event) if isinstance(event, Finished) else []
+                self.turn_end = self._unless_short(event)
+                return self._finish_chunks(self.turn_end) if isinstance(self.turn_end, Finished) else []
             case RunEnded():
                 self.ended = True
         return []
@@ -107,8 +107,8 @@ class Answer:
         return TurnFailed("internal_error", "The run ended without saying why.")
 
     def keep_alive(self) -> Chunk | None:
-        """A chunk that adds nothing, for clients that count only data."""
-        return self._chunk({"content": ""}) if self._is_chat else None
+        """A chunk that adds nothing, for clients that count only data; none after the turn's end."""
+        return self._chunk({"content": ""}) if self._is_chat and self.turn_end is None else None
 
     def body(self) -> Chunk:
         """The whole answer of a finished run."""
@@ -126,6 +126,14 @@ class Answer:
     @property
     def _is_chat(self) -> bool:
         return self.shape.endpoint == "chat"
+
+    def _unless_short(self, end: TurnEnd) -> TurnEnd:
+        """Tokens sent = tokens in usage; otherwise the text that came is not the whole answer."""
+        num_counted = end.usage.completion_tokens
+        if not isinstance(end, Finished) or len(self.token_ids) == num_counted:
+            return end
+        message = f"Of {num_counted} generated tokens {len(self.token_ids)} arrived. Send the call again."
+        return Failed(error="gap", message=message, retryable=True, usage=end.usage, timings=end.timings)
 
     def _feed_tokens(self, event: Tokens) -> list[Chunk]:
         self.token_ids.extend(unpack_token_ids(event.token_ids))

@@ -12,7 +12,7 @@ from .chat import post_chat
 from .completions import post_completion
 from .directory import Directory
 from .health import get_health, get_ready
-from .metrics_page import DIRECTORY, INSTRUMENTS, count_response, get_metrics
+from .metrics_page import DIRECTORY, INSTRUMENTS, RUNS, count_response, get_metrics
 from .middleware import MIDDLEWARES, name_response
 from .models import get_model, get_models
 from .runs import Runs
@@ -50,7 +50,7 @@ def build_app(
         ]
     )
     if instruments is not None:
-        app[DIRECTORY], app[INSTRUMENTS] = directory, instruments
+        app[DIRECTORY], app[RUNS], app[INSTRUMENTS] = directory, runs, instruments
         app.router.add_get("/metrics", get_metrics)
         app.on_response_prepare.append(count_response)
     app.on_response_prepare.append(name_response)

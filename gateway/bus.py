@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import structlog
@@ -23,11 +23,16 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from workers.messages import EVENT_FIELD, KEY_PREFIX, LEASE_SECONDS, gateway_lease_key
 
 from .errors import NoEngine
+from .event_ids import id_pair
+from .tasks import Tasks, repeat
 
 COMMAND_SECONDS = 2.0
 BLOCK_SECONDS = 5.0
 QUEUE_ENTRIES = 256
 """A follower further behind than this reads on by itself; one XREAD or XRANGE brings as many at most."""
+
+WATCH_TRIES = 16
+"""How often a watched write begins again: each time something else was added, or the connection failed."""
 
 REFUSALS = ("equal or smaller", "exhausted the last possible ID")
 """How the store says that an id is not larger than the stream's last: the second when that is RUN_END_ID."""
@@ -136,7 +141,7 @@ class Bus:
         self._reader_works = asyncio.Event()
         self._commands_work = False
         self._returned = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
 
     @property
     def available(self) -> bool:
@@ -146,13 +151,13 @@ class Bus:
     async def start(self) -> None:
         """Connects and takes the gateway's lease. Raises BusLost."""
         await self._renew_lease()
-        loops = (self._read_forever, self._wake_forever, self._renew_forever)
-        self._tasks = [asyncio.create_task(loop(), name=f"bus{loop.__name__}") for loop in loops]
+        for step, seconds in ((self._read, 0.0), (self._wake, 0.0), (self._renew, LEASE_SECONDS / 3)):
+            self._tasks.spawn(repeat(step, seconds=seconds, where=f"bus.{step.__name__}"))
         await self._reader_works.wait()
 
     async def stop(self) -> None:
         """Gives the lease back and disconnects."""
-        await end_tasks(self._tasks)
+        await self._tasks.end()
         with contextlib.suppress(BusLost):
             await self.answered(self.commands.delete(gateway_lease_key(self.gateway_id), self._wake_key))
         await self.commands.aclose()
@@ -188,6 +193,17 @@ class Bus:
         """A string's value."""
         value: bytes | None = await self.answered(self.commands.get(key))
         return value
+
+    async def hold(self, key: str, seconds: float) -> bool:
+        """Writes this gateway's id under a key for so long; False while another gateway's stands there."""
+        pipeline = self.commands.pipeline(transaction=True)
+        pipeline.set(key, self.gateway_id, nx=True, px=int(seconds * 1000))
+        pipeline.get(key)
+        _, holder = await self.execute(pipeline)
+        if holder != self.gateway_id.encode():
+            return False
+        await self.answered(self.commands.pexpire(key, int(seconds * 1000)))
+        return True
 
     async def read(self, key: str, after: str, count: int | None = None) -> list[Entry]:
         """Entries of a stream after an id; none when it does not exist."""
@@ -225,20 +241,27 @@ class Bus:
     ) -> bool:
         """Writes what `decide` makes of the entries after an id, only if nothing was added meanwhile.
 
-        `decide` is called again for what was. False when it decided for None.
+        `decide` is called again for what was. False when it decided for None. Raises BusLost.
         """
+        choice: Entry | None = None
         async with self.commands.pipeline(transaction=True) as pipeline:
-            while True:
-                await self.answered(pipeline.watch(key))
-                choice = decide(_entries(await self.answered(pipeline.xrange(key, min=f"({after}"))))
-                if choice is None:
-                    return False
-                pipeline.multi()  # type: ignore[no-untyped-call]
-                pipeline.xadd(key, {EVENT_FIELD: choice.message}, id=choice.id, nomkstream=True)
+            for _ in range(WATCH_TRIES):
                 try:
+                    await self.answered(pipeline.watch(key))
+                    entries = _entries(await self.answered(pipeline.xrange(key, min=f"({after}")))
+                    if choice is not None and choice in entries:
+                        return True  # written, but the answer was lost
+                    choice = decide(entries)
+                    if choice is None:
+                        return False
+                    pipeline.multi()  # type: ignore[no-untyped-call]
+                    pipeline.xadd(key, {EVENT_FIELD: choice.message}, id=choice.id, nomkstream=True)
                     return (await self.execute(pipeline))[0] is not None
                 except WatchError:
+                    # Something was added; or the connection failed while it watched, which redis-py tells
+                    # in the same way: then the next watch raises BusLost unless the bus is back.
                     continue
+        raise BusLost
 
     async def send(self, inbox: str, message: bytes) -> None:
         """Adds to an engine's inbox, once: after BusLost it may or may not be there."""
@@ -265,20 +288,19 @@ class Bus:
         if not followers and follower.key in self._followers:
             del self._followers[follower.key], self._positions[follower.key]
 
-    async def _read_forever(self) -> None:
-        while True:
-            try:
-                if not self._reader_works.is_set():
-                    await self._look_for_gone_streams()
-                    self._reader_works.set()
-                    self._returned.set()
-                await self._read_once()
-            except (*LOST, RedisError) as error:
-                if self._reader_works.is_set():
-                    log.warning("bus_lost", error=str(error))
-                self._reader_works.clear()
-                await self._reader.connection_pool.disconnect()
-                await asyncio.sleep(0.2)
+    async def _read(self) -> None:
+        try:
+            if not self._reader_works.is_set():
+                await self._look_for_gone_streams()
+                self._reader_works.set()
+                self._returned.set()
+            await self._read_once()
+        except (*LOST, RedisError) as error:
+            if self._reader_works.is_set():
+                log.warning("bus_lost", error=str(error))
+            self._reader_works.clear()
+            await self._reader.connection_pool.disconnect()
+            await asyncio.sleep(0.2)
 
     async def _read_once(self) -> None:
         positions: dict[Any, Any] = {self._wake_key: self._wake_position, **self._positions}
@@ -306,21 +328,16 @@ class Bus:
             for follower in [] if exists else self._followers.get(key, []):
                 follower.tell_gone()
 
-    async def _wake_forever(self) -> None:
+    async def _wake(self) -> None:
         """Makes the blocked XREAD return when its list of streams has grown."""
-        while True:
-            await self._wake_needed.wait()
-            self._wake_needed.clear()
-            with contextlib.suppress(BusLost):  # then the reader starts afresh anyway
-                await self.answered(
-                    self.commands.xadd(self._wake_key, {b"w": b""}, maxlen=1, approximate=False)
-                )
+        await self._wake_needed.wait()
+        self._wake_needed.clear()
+        with contextlib.suppress(BusLost):  # then the reader starts afresh anyway
+            await self.answered(self.commands.xadd(self._wake_key, {b"w": b""}, maxlen=1, approximate=False))
 
-    async def _renew_forever(self) -> None:
-        while True:
-            await asyncio.sleep(LEASE_SECONDS / 3)
-            with contextlib.suppress(BusLost):
-                await self._renew_lease()
+    async def _renew(self) -> None:
+        with contextlib.suppress(BusLost):
+            await self._renew_lease()
 
     async def _renew_lease(self) -> None:
         pipeline = self.commands.pipeline(transaction=False)
@@ -333,21 +350,6 @@ class Bus:
         if works and not self._commands_work:
             self._returned.set()
         self._commands_work = works
-
-
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancels tasks and waits for their ends. Repeated, because redis loses a cancel while it connects."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=0.2)
-
-
-def id_pair(entry_id: str) -> tuple[int, int]:
-    """A stream id as numbers, for comparing."""
-    first, _, second = entry_id.partition("-")
-    return int(first), int(second)
 
 
 def _entries(found: Any) -> list[Entry]:

@@ -5,7 +5,6 @@ Owns the judgement that an engine is lost. Knows no run.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,12 +28,16 @@ from workers.messages import (
     tokenizer_key,
 )
 
-from .bus import Bus, BusLost, end_tasks
+from .bus import Bus, BusLost
 from .errors import NoEngine, UnknownModel
+from .tasks import Border, Tasks, repeat
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = LEASE_SECONDS + 1.0
 """After the bus or this process slept, a missing lease proves nothing until engines had time to renew it."""
+
+FORGET_SECONDS = 24 * 3600.0
+"""An engine that has been away for so long leaves the bus's list; it comes back with its next start."""
 
 log = structlog.get_logger(__name__)
 
@@ -64,25 +67,28 @@ async def read_engine(client: Redis, engine_id: str) -> tuple[EngineInfo, Engine
 class Directory:
     """The engines of this bus. `on_poll` functions are called after each look, also one without news."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, *, forget_seconds: float = FORGET_SECONDS) -> None:
         self.on_poll: list[Callable[[], None]] = []
         self._bus = bus
+        self._forget_seconds = forget_seconds
         self._views: dict[str, EngineView] = {}
         self._leases: dict[str, int | None] = {}
+        self._away_since: dict[str, float] = {}  # monotonic, of those without a lease
+        self._unreadable: set[str] = set()
         self._tokenizers: dict[str, TokenizerBundle] = {}
         self._polled_at: float | None = None
         self._trusted_from = 0.0  # monotonic; before it a missing lease proves nothing
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
+        self._border = Border("on_poll")
 
     async def start(self) -> None:
         """Looks once, then keeps looking."""
         await self.refresh()
-        self._task = asyncio.create_task(self._poll_forever(), name="directory")
+        self._tasks.spawn(repeat(self._poll, seconds=POLL_SECONDS, where="directory"))
 
     async def stop(self) -> None:
         """Stops looking."""
-        if self._task is not None:
-            await end_tasks([self._task])
+        await self._tasks.end()
 
     def engines(self) -> list[EngineView]:
         """All engines that this bus knows, dead ones too, by id."""
@@ -121,9 +127,21 @@ class Directory:
                 break
             known |= seen
         now = time.monotonic()
+        await self._forget_long_dead(now)
         if self._polled_at is None or now - self._polled_at > LEASE_SECONDS / 2:
             self._trusted_from = now + GRACE_SECONDS
         self._polled_at = now
+
+    async def _forget_long_dead(self, now: float) -> None:
+        for engine_id, lease in list(self._leases.items()):
+            if lease is not None:
+                self._away_since.pop(engine_id, None)
+            elif now - self._away_since.setdefault(engine_id, now) > self._forget_seconds:
+                await self._bus.answered(self._bus.commands.srem(ENGINES_KEY, engine_id))
+                log.info("engine_forgotten", engine=engine_id)
+                for known in (self._leases, self._views, self._away_since):
+                    known.pop(engine_id, None)
+                self._unreadable.discard(engine_id)
 
     async def _look(self, engine_ids: list[str]) -> set[str]:
         pipeline = self._bus.commands.pipeline(transaction=False)
@@ -133,11 +151,24 @@ class Directory:
             pipeline.get(engine_lease_key(engine_id))
         names, *answers = await self._bus.execute(pipeline)
         for index, engine_id in enumerate(engine_ids):
-            await self._note(engine_id, answers[2 * index], answers[2 * index + 1])
-        return {name.decode() for name in names}
+            self._leases[engine_id] = _incarnation_of(answers[2 * index + 1])
+            await self._read(engine_id, answers[2 * index])
+        return {name.decode(errors="replace") for name in names}
 
-    async def _note(self, engine_id: str, fields: list[bytes | None], lease: bytes | None) -> None:
-        self._leases[engine_id] = int(lease) if lease is not None else None
+    async def _read(self, engine_id: str, fields: list[bytes | None]) -> None:
+        """One engine's view from its hash; what cannot be read is no engine that this gateway could use."""
+        try:
+            await self._note(engine_id, fields)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if engine_id not in self._unreadable:
+                remedy = "upgrade the older one of gateway and engine"
+                log.error("engine_unreadable", engine=engine_id, error=type(error).__name__, remedy=remedy)
+            self._unreadable.add(engine_id)
+            self._views.pop(engine_id, None)
+        else:
+            self._unreadable.discard(engine_id)
+
+    async def _note(self, engine_id: str, fields: list[bytes | None]) -> None:
         if fields[0] is None:
             return
         info = decode_info(fields[0])
@@ -163,12 +194,16 @@ class Directory:
             self._tokenizers[digest] = decode_tokenizer(encoded)
         return self._tokenizers[digest]
 
-    async def _poll_forever(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            try:
-                await self.refresh()
-            except BusLost:
-                continue
-            for listener in self.on_poll:
+    async def _poll(self) -> None:
+        try:
+            await self.refresh()
+        except BusLost:
+            return
+        for listener in self.on_poll:
+            with self._border:
                 listener()
+
+
+def _incarnation_of(lease: bytes | None) -> int | None:
+    """The living incarnation; None also for what is no number, which no engine of ours wrote."""
+    return int(lease) if lease is not None and lease.isdigit() else None

@@ -40,6 +40,8 @@ KINDS: dict[str, ErrorKind] = {
     "no_engine": ErrorKind(503, SERVER, retryable=True),
     "bus_unavailable": ErrorKind(503, SERVER, retryable=True),
     "engine_lost": ErrorKind(503, SERVER, retryable=True),
+    "run_lost": ErrorKind(503, SERVER, retryable=True),
+    "gap": ErrorKind(503, SERVER, retryable=True),
     # ours
     "cancelled": ErrorKind(499, SERVER),
     "internal_error": ErrorKind(500, SERVER),

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from aiohttp import web
 
 from metrics.exposition import CONTENT_TYPE, render
-from metrics.instruments import EngineSample, Instruments, TurnSample
+from metrics.instruments import NOBODY, EngineSample, Instruments, TurnSample
 from workers.messages import Cancelled, Failed, Finished, TurnEnd
 
 from .directory import Directory, EngineView
-from .run_state import RunState
+from .runs import Run, Runs
 
 INSTRUMENTS = web.AppKey("instruments", Instruments)
 DIRECTORY = web.AppKey("directory", Directory)
+RUNS = web.AppKey("runs", Runs)
 
 
 async def get_metrics(request: web.Request) -> web.Response:
@@ -22,6 +23,8 @@ async def get_metrics(request: web.Request) -> web.Response:
     instruments = request.app[INSTRUMENTS]
     engines = request.app[DIRECTORY].engines()
     instruments.observe_engines({view.info.engine_id: engine_sample(view) for view in engines})
+    runs = request.app[RUNS]
+    instruments.observe_runs(num_live=runs.num_live, num_waiting=runs.num_waiting)
     return web.Response(body=render(instruments.registry), headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -30,18 +33,20 @@ async def count_response(request: web.Request, response: web.StreamResponse) -> 
     request.app[INSTRUMENTS].observe_response(response.status)
 
 
-def turn_observer(instruments: Instruments) -> Callable[[str, RunState], None]:
+def turn_observer(instruments: Instruments) -> Callable[[Run], None]:
     """For `Runs.on_turn_end`: counts the turn that just ended."""
 
-    def on_turn_end(_run_id: str, state: RunState) -> None:
-        if state.turn_end is not None:
-            instruments.observe_turn(state.engine_id or "none", turn_sample(state.turn_end))
+    def on_turn_end(run: Run) -> None:
+        if run.state.turn_end is not None:
+            instruments.observe_turn(run.state.engine_id or NOBODY, turn_sample(run, run.state.turn_end))
 
     return on_turn_end
 
 
-def turn_sample(event: TurnEnd) -> TurnSample:
-    """A terminal event as the instruments take it."""
+def turn_sample(run: Run, event: TurnEnd) -> TurnSample:
+    """A terminal event as the instruments take it. Waits as measured here; those of a call that came to
+    another gateway as the engine measured them, without that gateway's line.
+    """
     match event:
         case Finished(reason=reason):
             pass
@@ -50,13 +55,15 @@ def turn_sample(event: TurnEnd) -> TurnSample:
         case Failed(error=error):
             reason = f"failed_{error}"
     usage, timings = event.usage, event.timings
+    queued, first = run.queue_seconds, run.first_token_seconds
     return TurnSample(
         reason=reason,
         worker=timings.worker,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         generated_tokens=usage.completion_tokens,
-        queue_seconds=timings.queue_seconds,
+        queue_seconds=timings.queue_seconds if queued is None else queued,
+        first_token_seconds=timings.queue_seconds + timings.prefill_seconds if first is None else first,
         prefill_seconds=timings.prefill_seconds,
         decode_seconds=timings.decode_seconds,
     )
@@ -66,6 +73,7 @@ def engine_sample(view: EngineView) -> EngineSample:
     """An engine as last seen; a dead one runs nothing."""
     info, stats = view.info, view.stats
     return EngineSample(
+        incarnation=info.incarnation,
         is_up=view.alive,
         is_ready=view.alive and stats.ready,
         num_workers=info.num_workers,
@@ -81,6 +89,7 @@ def engine_sample(view: EngineView) -> EngineSample:
         prompt_tokens_cached=stats.prompt_tokens_cached,
         generated_tokens=stats.generated_tokens,
         num_steps=stats.num_steps,
+        num_preempted=stats.num_preempted,
         step_age_seconds=stats.step_age_seconds,
         active_memory_bytes=stats.active_memory_bytes,
         peak_memory_bytes=stats.peak_memory_bytes,

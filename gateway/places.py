@@ -29,7 +29,6 @@ class Order:
     tenant: str = ""
     agent: str = ""
     request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer
-    attached: bool = True  # dies with its client and gateway; False: lives until its own end
 
     @property
     def prompt_tokens(self) -> int:
@@ -131,6 +130,10 @@ class Places:
         self._orders.pop(run_id, None)
         self._uncached.pop(run_id, None)
         return self._admission.leave(run_id)
+
+    def is_waiting(self, run_id: str) -> bool:
+        """Whether the turn is in line here."""
+        return self._admission.is_waiting(run_id)
 
     def others(self, order: Order) -> list[EngineView]:
         """Living, ready engines that could take the order."""

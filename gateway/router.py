@@ -20,7 +20,7 @@ COLD_SHARE = 0.5
 
 MEMORY_BYTES = 64 << 20
 MEMORY_PROMPTS = 32
-"""Prompts kept per engine incarnation; both bounds hold for each."""
+"""Prompts kept per engine; both bounds hold for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class Route:
     """The choice. `cold`: no engine was believed to hold much of the prompt."""
 
     engine_id: str
-    seconds: float
     uncached_tokens: int
     cold: bool
 
@@ -65,19 +64,20 @@ def pick(prompt_tokens: int, candidates: Sequence[Candidate], sticky: str | None
     chosen = best
     for candidate in candidates:
         if candidate.engine_id == sticky and costs[sticky] <= costs[best.engine_id] + STICKY_SECONDS:
-            return _route(prompt_tokens, candidate, costs, cold=cold)
+            return _route(prompt_tokens, candidate, cold=cold)
     if cold:
         chosen = min(candidates, key=lambda c: (c.queued_tokens, c.num_turns, c.last_cold, c.engine_id))
-    return _route(prompt_tokens, chosen, costs, cold=cold)
+    return _route(prompt_tokens, chosen, cold=cold)
 
 
-def _route(prompt_tokens: int, chosen: Candidate, costs: dict[str, float], *, cold: bool) -> Route:
-    uncached = max(prompt_tokens - chosen.covered_tokens, 1)
-    return Route(chosen.engine_id, costs[chosen.engine_id], uncached, cold)
+def _route(prompt_tokens: int, chosen: Candidate, *, cold: bool) -> Route:
+    return Route(chosen.engine_id, max(prompt_tokens - chosen.covered_tokens, 1), cold)
 
 
 class Memory:
-    """The prompts that each engine incarnation was last sent, newest last, and where each agent was last."""
+    """Each agent's last prompt at each engine's last incarnation (all unnamed callers count as one agent), as
+    many of the newest as both bounds allow; and each agent's last engine.
+    """
 
     def __init__(self, num_bytes: int = MEMORY_BYTES, num_prompts: int = MEMORY_PROMPTS) -> None:
         self._num_bytes = num_bytes

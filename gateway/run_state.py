@@ -30,6 +30,8 @@ from workers.messages import (
     event_id,
 )
 
+from .event_ids import id_pair
+
 
 class Phase(Enum):
     """Where a run is. The order is the order of life, but a lost engine leads back to DISPATCHED."""
@@ -79,14 +81,14 @@ def advance(state: RunState, entry_id: str, event: Event) -> RunState:
                 phase=Phase.DISPATCHED,
                 engine_id=engine_id,
                 incarnation=incarnation,
-                attempt=_attempt(entry_id),
+                attempt=id_pair(entry_id)[0],
             )
         case Started():
             return replace(state, phase=Phase.PREFILLING)
         case Tokens(token_ids=token_ids):
             return replace(state, phase=Phase.GENERATING, num_tokens=state.num_tokens + len(token_ids) // 4)
         case Finished() | Cancelled() | Failed():
-            return replace(state, phase=Phase.TURN_ENDED, turn_end=event, attempt=_attempt(entry_id))
+            return replace(state, phase=Phase.TURN_ENDED, turn_end=event, attempt=id_pair(entry_id)[0])
         case RunEnded():
             return replace(state, phase=Phase.ENDED, ended=event)
         case Progress():
@@ -135,7 +137,3 @@ def failed(state: RunState, error: str, message: str, *, retryable: bool = True)
 def _usage(state: RunState) -> Usage:
     prompt_tokens = state.accepted.prompt_tokens if state.accepted is not None else 0
     return Usage(prompt_tokens=prompt_tokens, completion_tokens=state.num_tokens)
-
-
-def _attempt(entry_id: str) -> int:
-    return int(entry_id.partition("-")[0])

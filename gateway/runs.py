@@ -7,25 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import structlog
 
-from metrics.logs import about_run
 from workers.messages import (
     RUN_END_ID,
     RUNS_LIVE_KEY,
     Accepted,
     Cancel,
     Dispatched,
-    Event,
     RunEnded,
     Submit,
     TurnEnd,
@@ -35,11 +31,14 @@ from workers.messages import (
     run_events_key,
 )
 
-from .bus import Bus, BusLost, Entry, StreamGone, end_tasks, id_pair
+from .bus import Bus, BusLost, Entry, StreamGone
 from .directory import Directory, EngineView
-from .errors import InvalidField, NoEngine, RunNotFound
+from .errors import NoEngine, RunNotFound
+from .event_ids import StreamGap, follows, id_pair
 from .places import Order, Places, Reservation
+from .run import Run, RunEvent
 from .run_state import Phase, RunState, advance, cancelled, decode, end_of, failed, fold
+from .tasks import Border, Tasks
 
 __all__ = ["Order", "Run", "RunEvent", "Runs"]
 
@@ -48,53 +47,19 @@ EXPIRE_SECONDS = 3600
 
 GONE = "The message bus lost the events of this run. Send the call again."
 
-ENTRY_ID = re.compile(r"\d{1,19}-\d{1,19}|" + RUN_END_ID)
-
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunEvent:
-    """One entry of a run's stream. `id` (`<attempt>-<sequence>`) is what a client resumes from."""
-
-    id: str
-    event: Event
-
-
-@dataclass(slots=True)
-class Run:
-    """One live run that this gateway follows; for this room's caretaker, not for the HTTP side."""
-
-    run_id: str
-    state: RunState
-    order: Order | None  # None: started by another gateway
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of dispatches and verdicts
-    task: asyncio.Task[None] | None = None
-    num_followers: int = 0
-    cancel_requested: bool = False
-    cancelled_attempt: int | None = None  # the attempt whose engine was sent a Cancel
-    since: float = field(default_factory=time.monotonic)  # adopted, left by its last follower, or cancelled
-    lost_since: float | None = None  # no engine can be expected to end it, or to take it
-
-    @property
-    def key(self) -> str:
-        """Its stream."""
-        return run_events_key(self.run_id)
-
-    def in_logs(self) -> contextlib.AbstractContextManager[None]:
-        """Lines inside are about this run."""
-        return about_run(self.run_id, self.order.agent if self.order is not None else "")
 
 
 class Runs:
     """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once."""
 
     def __init__(self, bus: Bus, directory: Directory, *, max_waiting: int = 64) -> None:
-        self.on_turn_end: list[Callable[[str, RunState], None]] = []
+        self.on_turn_end: list[Callable[[Run], None]] = []
         self._bus = bus
         self._places = Places(directory, max_waiting)
         self._runs: dict[str, Run] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
+        self._border = Border("on_turn_end")
         self._stopping = False  # takes no new runs
         self._closed = False  # sends nothing more
         directory.on_poll.append(self.release)
@@ -121,28 +86,31 @@ class Runs:
         self.release()
         return run.run_id
 
-    async def events(self, run_id: str, after: str | None = None) -> AsyncIterator[RunEvent]:
-        """Events from the start, or after an id, to RunEnded inclusive; close it with `aclosing`. Raises
-        RunNotFound or InvalidField at the first step. A run whose events the bus has lost ends in Failed.
+    async def events(self, run_id: str) -> AsyncIterator[RunEvent]:
+        """Events from the start to RunEnded inclusive; close it with `aclosing`. Raises RunNotFound at the
+        first step. A run of which the bus has lost events ends in Failed (`run_lost` or `gap`).
         """
-        if after is not None and not ENTRY_ID.fullmatch(after):
-            raise InvalidField("Last-Event-ID", f"'{after[:60]}' is not an event id of this server.")
         run = await self.adopt(run_id)
-        if after == RUN_END_ID:
-            return
-        follower = self._bus.follow(run_events_key(run_id), after or "0-0")
+        follower = self._bus.follow(run_events_key(run_id), "0-0")
         if run is not None:
             run.num_followers += 1
+        before = "0-0"
         try:
             while True:
                 entry = await follower.next()
                 event = decode(entry.message)
+                if not follows(before, entry.id):
+                    raise StreamGap(before, entry.id)
+                before = entry.id
                 if event is not None:
                     yield RunEvent(entry.id, event)
                 if isinstance(event, RunEnded):
                     return
         except StreamGone:
-            yield RunEvent(follower.position, failed(RunState(), "run_lost", GONE))
+            yield RunEvent(before, failed(RunState(), "run_lost", GONE))
+            yield RunEvent(RUN_END_ID, RunEnded(state="failed"))
+        except StreamGap as gap:
+            yield RunEvent(before, failed(RunState(), "gap", str(gap)))
             yield RunEvent(RUN_END_ID, RunEnded(state="failed"))
         finally:
             follower.close()
@@ -160,10 +128,6 @@ class Runs:
         if not run.cancel_requested:
             run.cancel_requested, run.since = True, time.monotonic()
         await asyncio.wait({self._spawn(run, self.send_cancel(run))}, timeout=2.0)
-
-    def is_live(self, run_id: str) -> bool:
-        """Whether this gateway follows the run and has not seen its end."""
-        return run_id in self._runs
 
     @property
     def num_waiting(self) -> int:
@@ -198,23 +162,31 @@ class Runs:
                 self._follow(Run(run_id, state, order=None))
         return self._runs.get(run_id)
 
+    def is_adrift(self, run: Run) -> bool:
+        """Accepted here, but neither in line nor on its way to an engine: that step failed half-way."""
+        return run.order is not None and not run.is_released and not self._places.is_waiting(run.run_id)
+
     def release(self) -> None:
         """Sends those next in line to the engines that have room."""
         if self._closed:
             return
         for release in self._places.releases():
             run = self._runs[release.run_id]
+            run.is_released = True
             self._spawn(run, self.dispatch(run, release.engine))
 
     async def dispatch(self, run: Run, engine: EngineView) -> None:
         """Sends the turn as a new attempt, unless the run has a token or an end; waits for a lost bus."""
-        async with run.lock:
-            while run.run_id in self._runs:
-                try:
-                    await self._try_dispatch(run, engine)
-                    break
-                except BusLost:
-                    await self._bus.wait_available()
+        try:
+            async with run.lock:
+                while run.run_id in self._runs:
+                    try:
+                        await self._try_dispatch(run, engine)
+                        break
+                    except BusLost:
+                        await self._bus.wait_available()
+        finally:
+            run.is_released = False
         if run.cancel_requested:
             await self.send_cancel(run)
 
@@ -245,6 +217,16 @@ class Runs:
             except BusLost:
                 log.warning("verdict_delayed")
 
+    async def clear(self, run_id: str) -> None:
+        """An ended run leaves the list of live ones; its events stay for an hour. Safe to repeat."""
+        pipeline = self._bus.commands.pipeline(transaction=False)
+        pipeline.srem(RUNS_LIVE_KEY, run_id)
+        pipeline.expire(run_events_key(run_id), EXPIRE_SECONDS)
+        try:
+            await self._bus.execute(pipeline)
+        except BusLost:
+            log.info("run_not_cleared")  # the caretaker finds it ended
+
     async def stop(self, grace_seconds: float) -> None:
         """Takes no more runs, gives the open ones a moment, then ends the attached ones with an error."""
         self._stopping = True
@@ -254,7 +236,7 @@ class Runs:
                 await asyncio.gather(*(self._end_for_stop(run) for run in self.local()))
         await self._wait_for_ends(1.0)
         self._closed = True
-        await end_tasks(self._tasks)
+        await self._tasks.end()
 
     # Inside.
 
@@ -286,7 +268,7 @@ class Runs:
             engine_id=order.engine.info.engine_id,
             created=int(time.time()),
             prompt_tokens=len(order.token_ids) // 4,
-            gateway=self._bus.gateway_id if order.attached else "",
+            gateway=self._bus.gateway_id,
             request=msgspec.Raw(order.request),
         )
         run_id = f"run-{uuid.uuid4().hex}"
@@ -311,7 +293,8 @@ class Runs:
 
         if order is None or not await self._bus.append_watched(run.key, run.state.last_id, decide):
             return
-        run.state = advance(state, state.next_id, dispatched)
+        run.state = state
+        run.advance(state.next_id, dispatched)
         self._places.move(run.run_id, engine)
         submit = Submit(
             run_id=run.run_id,
@@ -344,14 +327,15 @@ class Runs:
                 if run.state.phase is Phase.TURN_ENDED:
                     self._places.leave(run.run_id)
                     for listener in self.on_turn_end:
-                        listener(run.run_id, run.state)
+                        with self._border:
+                            listener(run)
                     await self._end(run)
             log.info("run_ended", state=run.state.ended.state if run.state.ended is not None else None)
-            await self._clear(run)
+            await self.clear(run.run_id)
         except StreamGone:
             log.warning("run_lost")
             await self.send_cancel(run)
-            await self._clear(run)
+            await self.clear(run.run_id)
         finally:
             follower.close()
             self._places.leave(run.run_id)
@@ -362,14 +346,19 @@ class Runs:
         if id_pair(entry.id) <= id_pair(run.state.last_id):
             return  # our own Dispatched, and what came before it
         event = decode(entry.message)
-        if event is not None:
-            run.state = advance(run.state, entry.id, event)
-            if run.state.phase is Phase.GENERATING:
-                self._places.note_prefilled(run.run_id)
-        else:
+        if event is None:
+            run.state = replace(run.state, last_id=entry.id)
             message = "The engine speaks a newer version of the bus: upgrade this gateway."
             verdict = failed(run.state, "upgrade_gateway", message, retryable=False)
             self._spawn(run, self.write_verdict(run, verdict))
+            return
+        if not follows(run.state.last_id, entry.id):
+            gap = StreamGap(run.state.last_id, entry.id)
+            log.error("run_gap", after=gap.after, before=gap.before)
+            self._spawn(run, self.write_verdict(run, failed(run.state, "gap", str(gap))))
+        run.advance(entry.id, event)
+        if run.state.phase is Phase.GENERATING:
+            self._places.note_prefilled(run.run_id)
 
     async def _end(self, run: Run) -> None:
         """Writes the run's end; when another gateway was faster, its end stands."""
@@ -385,25 +374,9 @@ class Runs:
             except BusLost:
                 await self._bus.wait_available()
 
-    async def _clear(self, run: Run) -> None:
-        pipeline = self._bus.commands.pipeline(transaction=False)
-        pipeline.srem(RUNS_LIVE_KEY, run.run_id)
-        pipeline.expire(run.key, EXPIRE_SECONDS)
-        try:
-            await self._bus.execute(pipeline)
-        except BusLost:
-            log.info("run_not_cleared")  # the next gateway's sweep finds it ended
-
     async def _wait_for_ends(self, seconds: float) -> None:
         if tasks := [run.task for run in self.local() if run.task is not None]:
             await asyncio.wait(tasks, timeout=seconds)
 
     def _spawn(self, run: Run, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        def create() -> asyncio.Task[None]:
-            with run.in_logs():
-                return asyncio.create_task(work)
-
-        task = contextvars.Context().run(create)  # what it logs is about its own run, not its starter's
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._tasks.spawn(work, run.in_logs())

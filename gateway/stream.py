@@ -20,6 +20,7 @@ from workers.messages import RUN_END_ID
 
 from .answers import Answer
 from .errors import GatewayError, InvalidField, RunNotFound
+from .event_ids import id_pair
 from .runs import RunEvent
 from .state import STATE
 
@@ -175,7 +176,7 @@ async def _send_after(
     after: str | None, stream: SseStream, event_id: str, chunks: Sequence[Mapping[str, Any]]
 ) -> None:
     """Sends what the client has not seen: a resumed stream replays the run and is silent up to `after`."""
-    if after is None or _id_pair(event_id) > _id_pair(after):
+    if after is None or id_pair(event_id) > id_pair(after):
         await stream.send([msgspec.json.encode(chunk) for chunk in chunks], event_id)
 
 
@@ -184,8 +185,3 @@ async def _keep_alive(stream: SseStream, answer: Answer) -> None:
     chunk = answer.keep_alive()
     data = b"data: %s\n\n" % msgspec.json.encode(chunk) if chunk is not None else b""
     await stream.write(comment + data)
-
-
-def _id_pair(event_id: str) -> tuple[int, int]:
-    attempt, _, sequence = event_id.partition("-")
-    return int(attempt), int(sequence)

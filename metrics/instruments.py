@@ -11,19 +11,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from .quantiles import QUANTILES, Ring
 
 MAX_ENGINES = 16
-"""Engines with names of their own; later ones share the label `other`."""
+"""Engines that are shown: the living ones first; the rest have no series."""
 MAX_PLACES = 32
-"""(engine, worker) pairs with series of their own; later ones share the label `other`."""
+"""(engine, worker) pairs with series of their own. A further one takes that of an engine that is not up, or
+shares the label `other`."""
 MAX_FAILURES = 20
 """Kinds of failure with a label of their own; later ones share `failed_other`."""
 OTHER = "other"
+NOBODY = "none"
+"""The label of what reached no engine, or no worker."""
 BUCKET_RATIO = 1.2
 
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -31,14 +34,18 @@ _KIND = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 @dataclass(frozen=True, slots=True)
 class TurnSample:
-    """What one ended turn tells. Durations in seconds; computed tokens are prompt_tokens - cached_tokens."""
+    """What one ended turn tells. Durations in seconds; computed tokens are prompt_tokens - cached_tokens.
+
+    Waits begin where the call came in, so that every line it stood in counts.
+    """
 
     reason: str  # stop, length, cancelled, or failed_<kind>
     worker: int | None = None  # None: never reached a worker
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    queue_seconds: float = 0.0
+    queue_seconds: float = 0.0  # call -> worker
+    first_token_seconds: float | None = None  # call -> first token
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -47,6 +54,7 @@ class TurnSample:
 class EngineSample:
     """What one engine last said about itself; counters grow over one incarnation."""
 
+    incarnation: int
     is_up: bool
     is_ready: bool
     num_workers: int
@@ -62,6 +70,7 @@ class EngineSample:
     prompt_tokens_cached: int
     generated_tokens: int
     num_steps: int
+    num_preempted: int
     step_age_seconds: float
     active_memory_bytes: int
     peak_memory_bytes: int
@@ -99,7 +108,7 @@ def _decode_rate(turn: TurnSample) -> float | None:
 
 
 def _first_token(turn: TurnSample) -> float | None:
-    return turn.queue_seconds + turn.prefill_seconds if turn.generated_tokens >= 1 else None
+    return turn.first_token_seconds if turn.generated_tokens >= 1 else None
 
 
 def _queue_wait(turn: TurnSample) -> float | None:
@@ -123,14 +132,14 @@ QUANTITIES = (
     ),
     Quantity(
         "time_to_first_token_seconds",
-        "From the engine's receipt of the turn to its first token, waiting included",
+        "From the call's start at the gateway to its first token, waiting in both lines included",
         0.02,
         3_600.0,
         _first_token,
     ),
     Quantity(
         "queue_wait_seconds",
-        "From the engine's receipt of the turn to its worker",
+        "From the call's start at the gateway to its worker: the gateway's line and the engine's",
         0.005,
         3_600.0,
         _queue_wait,
@@ -173,6 +182,11 @@ COUNTERS: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
     ),
     ("engine_tokens_generated", "Tokens generated, while it happens", lambda e: e.generated_tokens),
     ("engine_steps", "Passes over the model", lambda e: e.num_steps),
+    (
+        "engine_turns_preempted",
+        "Turns that gave their pages back to older ones and waited again",
+        lambda e: e.num_preempted,
+    ),
 )
 
 
@@ -186,6 +200,10 @@ class _Workers(Collector):
     def add(self, quantity: Quantity, place: tuple[str, str], value: float) -> None:
         ring = self._rings.setdefault((quantity.name, *place), Ring())
         ring.add(value, self._clock())
+
+    def forget(self, place: tuple[str, str]) -> None:
+        for quantity in QUANTITIES:
+            self._rings.pop((quantity.name, *place), None)
 
     def collect(self) -> Iterator[Metric]:
         now = self._clock()
@@ -206,21 +224,36 @@ class _Workers(Collector):
 
 
 class _Engines(Collector):
-    """The engines' own words, as they were at this scrape; an engine that is gone has no series."""
+    """The engines' own words, as they were at this scrape; an engine that is not shown has no series.
+
+    Counters go on over an engine's incarnations: what was last seen of the earlier ones is added.
+    """
 
     def __init__(self) -> None:
-        self.samples: dict[str, EngineSample] = {}
+        self._samples: dict[str, EngineSample] = {}
+        self._earlier: dict[str, list[float]] = {}  # engine -> of its earlier incarnations, as in COUNTERS
+
+    def show(self, samples: dict[str, EngineSample]) -> None:
+        self._earlier = {engine: self._counted_before(engine, sample) for engine, sample in samples.items()}
+        self._samples = samples
+
+    def _counted_before(self, engine: str, sample: EngineSample) -> list[float]:
+        earlier = self._earlier.get(engine, [0.0] * len(COUNTERS))
+        last = self._samples.get(engine)
+        if last is None or last.incarnation == sample.incarnation:
+            return earlier
+        return [total + read(last) for total, (_, _, read) in zip(earlier, COUNTERS, strict=True)]
 
     def collect(self) -> Iterator[Metric]:
         for name, text, read in GAUGES:
             gauge = GaugeMetricFamily(f"tetrarch_{name}", text, labels=["engine"])
-            for engine, sample in self.samples.items():
+            for engine, sample in self._samples.items():
                 gauge.add_metric([engine], read(sample))
             yield gauge
-        for name, text, read in COUNTERS:
+        for index, (name, text, read) in enumerate(COUNTERS):
             counter = CounterMetricFamily(f"tetrarch_{name}", text, labels=["engine"])
-            for engine, sample in self.samples.items():
-                counter.add_metric([engine], read(sample))
+            for engine, sample in self._samples.items():
+                counter.add_metric([engine], self._earlier[engine][index] + read(sample))
             yield counter
 
 
@@ -229,7 +262,8 @@ class Instruments:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
-        self._places: set[tuple[str, str]] = set()
+        self._places: dict[tuple[str, str], None] = {}  # the oldest first
+        self._down: set[str] = set()  # engines that were not up at the last scrape
         self._failures: set[str] = set()
         self._workers = _Workers(clock)
         self._engines = _Engines()
@@ -254,8 +288,13 @@ class Instruments:
             "turn_prompt_tokens_cached", "Prompt tokens of ended turns that came from the cache", by_place
         )
         self._generated = self._counter("turn_tokens_generated", "Tokens generated by ended turns", by_place)
+        self._by_place = (self._turns, self._computed, self._cached, self._generated)
         self._responses = self._counter("http_responses", "HTTP responses by status class", ["status"])
         self._refusals = self._counter("http_too_many_requests", "Calls refused with status 429", [])
+        self._runs_live = self._gauge("gateway_runs_live", "Calls of this gateway that have not ended")
+        self._runs_waiting = self._gauge(
+            "gateway_runs_waiting", "Calls in this gateway's lines, not sent to an engine yet"
+        )
 
     def observe_turn(self, engine_id: str, turn: TurnSample) -> None:
         """Count one ended turn; a number that it does not have (no token, no worker) is left out."""
@@ -273,8 +312,17 @@ class Instruments:
                 self._workers.add(quantity, place, value)
 
     def observe_engines(self, samples: Mapping[str, EngineSample]) -> None:
-        """Show these engines, by id, and no other."""
-        self._engines.samples = dict(list(samples.items())[:MAX_ENGINES])
+        """Show these engines, by id, and no other; turns and workers of others are forgotten too."""
+        living_first = sorted(samples, key=lambda engine: not samples[engine].is_up)
+        self._engines.show({engine: samples[engine] for engine in living_first[:MAX_ENGINES]})
+        self._down = {engine for engine, sample in samples.items() if not sample.is_up}
+        for place in [place for place in self._places if place[0] not in (*samples, NOBODY)]:
+            self._forget(place)
+
+    def observe_runs(self, *, num_live: int, num_waiting: int) -> None:
+        """Show how many calls the gateway has, and how many of them wait in its own lines."""
+        self._runs_live.set(num_live)
+        self._runs_waiting.set(num_waiting)
 
     def observe_response(self, status: int) -> None:
         """Count one HTTP response by its status code."""
@@ -286,12 +334,24 @@ class Instruments:
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"tetrarch_{name}", text, labels, registry=self.registry)
 
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"tetrarch_{name}", text, registry=self.registry)
+
     def _place(self, engine_id: str, worker: int | None) -> tuple[str, str]:
-        place = (engine_id, "none" if worker is None else str(worker))
+        place = (engine_id, NOBODY if worker is None else str(worker))
         if place not in self._places and len(self._places) >= MAX_PLACES:
-            return (OTHER, OTHER)
-        self._places.add(place)
+            down = next((place for place in self._places if place[0] in self._down), None)
+            if down is None:
+                return (OTHER, OTHER)
+            self._forget(down)
+        self._places[place] = None
         return place
+
+    def _forget(self, place: tuple[str, str]) -> None:
+        del self._places[place]
+        self._workers.forget(place)
+        for metric in (*self._by_place, *self._histograms.values()):
+            metric.remove_by_labels({"engine": place[0], "worker": place[1]})
 
     def _reason(self, reason: str) -> str:
         if not reason.startswith("failed_"):

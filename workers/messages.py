@@ -59,6 +59,11 @@ def run_events_key(run_id: str) -> str:
     return f"{KEY_PREFIX}run:{run_id}:events"
 
 
+def run_attendant_key(run_id: str) -> str:
+    """Holds the id of the gateway that stands in for the run's own, dead one; expires without renewal."""
+    return f"{KEY_PREFIX}run:{run_id}:attendant"
+
+
 def tokenizer_key(digest: str) -> str:
     """String: the encoded TokenizerBundle with this digest."""
     return f"{KEY_PREFIX}tokenizer:{digest}"
@@ -156,7 +161,7 @@ class Accepted(Message, frozen=True, kw_only=True):
     engine_id: str
     created: int  # unix seconds
     prompt_tokens: int
-    gateway: str = ""  # attached: this gateway's lease keeps the run alive; "": detached
+    gateway: str = ""  # its lease keeps the run alive
     request: msgspec.Raw = msgspec.Raw(b"\xc0")  # what a resuming gateway needs to shape the answer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from gateway.bus import end_tasks
+from gateway.tasks import end_tasks
 from workers.messages import (
     ENGINES_KEY,
     EVENT_FIELD,

@@ -122,7 +122,7 @@ class FakeRuns(Runs):
         player.add_done_callback(self._players.discard)
         return run_id
 
-    async def events(self, run_id: str, after: str | None = None) -> AsyncIterator[RunEvent]:
+    async def events(self, run_id: str) -> AsyncIterator[RunEvent]:
         if run_id not in self.runs:
             raise RunNotFound(run_id)
         run = self.runs[run_id]

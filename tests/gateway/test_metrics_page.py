@@ -12,7 +12,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.directory import EngineView
-from gateway.metrics_page import DIRECTORY, INSTRUMENTS, count_response, get_metrics, turn_observer
+from gateway.metrics_page import DIRECTORY, INSTRUMENTS, RUNS, count_response, get_metrics, turn_observer
+from gateway.run import Run
 from gateway.run_state import RunState
 from metrics.exposition import CONTENT_TYPE
 from metrics.instruments import Instruments
@@ -28,6 +29,8 @@ from workers.messages import (
     TurnEnd,
     Usage,
 )
+
+from .fake_runs import FakeRuns, words
 
 KV = KVFacts(dtype="int8", bytes_per_token=12240.0, page_tokens=64, num_pages=100, pool_bytes=78_336_000)
 USAGE = Usage(prompt_tokens=100, cached_tokens=80, completion_tokens=11)
@@ -72,6 +75,7 @@ def app_with(instruments: Instruments, *views: EngineView) -> web.Application:
     app = web.Application()
     app[INSTRUMENTS] = instruments
     app[DIRECTORY] = FakeDirectory(list(views))  # type: ignore[misc]
+    app[RUNS] = FakeRuns(words())
     app.on_response_prepare.append(count_response)
     app.router.add_get("/metrics", get_metrics)
     app.router.add_get("/busy", get_busy)
@@ -106,7 +110,7 @@ def busy_instruments() -> Instruments:
         Failed(error="engine_lost", message="SECRET"),
     ]
     for end in ends:
-        observe("run-1", RunState(engine_id="e0", turn_end=end))
+        observe(Run("run-1", RunState(engine_id="e0", turn_end=end), order=None))
     return instruments
 
 

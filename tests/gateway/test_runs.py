@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gateway.bus import QUEUE_ENTRIES, Bus, BusLost, end_tasks
+from gateway.bus import QUEUE_ENTRIES, Bus, BusLost
 from gateway.caretaker import Caretaker
 from gateway.directory import Directory
-from gateway.errors import InvalidField, NoEngine, Overloaded, RunNotFound, UnknownModel
+from gateway.errors import NoEngine, Overloaded, RunNotFound, UnknownModel
 from gateway.runs import Order, RunEvent, Runs
 from tests.conftest import ValkeyServer
 from workers.messages import (
@@ -48,7 +48,7 @@ class Gateway:
     runs: Runs
     caretaker: Caretaker
 
-    async def order(self, agent: str = "", *, attached: bool = True) -> str:
+    async def order(self, agent: str = "") -> str:
         """Starts a run of three tokens."""
         return await self.runs.start(
             Order(
@@ -57,14 +57,17 @@ class Gateway:
                 max_tokens=10,
                 sampling=Sampling(),
                 agent=agent,
-                attached=attached,
             )
         )
 
-    async def collect(self, run_id: str, after: str | None = None) -> list[RunEvent]:
+    async def collect(self, run_id: str) -> list[RunEvent]:
         """All events to the end."""
         async with asyncio.timeout(15):
-            return [event async for event in self.runs.events(run_id, after)]
+            return [event async for event in self.runs.events(run_id)]
+
+    def is_live(self, run_id: str) -> bool:
+        """Whether this gateway follows the run and has not seen its end."""
+        return run_id in {run.run_id for run in self.runs.local()}
 
 
 @asynccontextmanager
@@ -85,7 +88,7 @@ async def gateway(
         await caretaker.stop()
         await directory.stop()
         if kill:
-            await end_tasks(runs._tasks)
+            await runs._tasks.end()
         await runs.stop(0)
         await bus.stop()
 
@@ -110,7 +113,7 @@ def assert_one_end(valkey: ValkeyServer, run_id: str) -> Event:
 
 
 async def settled(gate: Gateway, run_id: str) -> None:
-    await until(lambda: not gate.runs.is_live(run_id), 15)
+    await until(lambda: not gate.is_live(run_id), 15)
 
 
 async def test_a_run_goes_from_accepted_to_one_end(valkey: ValkeyServer) -> None:
@@ -138,19 +141,17 @@ async def test_a_run_ends_though_nobody_reads_it(valkey: ValkeyServer) -> None:
 async def test_a_listener_hears_each_turn_end_once(valkey: ValkeyServer) -> None:
     heard: list[str] = []
     async with FakeEngine(valkey.url), gateway(valkey.url) as gate:
-        gate.runs.on_turn_end.append(lambda run_id, state: heard.append(run_id))
+        gate.runs.on_turn_end.append(lambda run: heard.append(run.run_id))
         ids = [await gate.order() for _ in range(3)]
         for run_id in ids:
             await settled(gate, run_id)
     assert sorted(heard) == sorted(ids)
 
 
-async def test_an_unknown_run_and_a_bad_id_are_refused(valkey: ValkeyServer) -> None:
+async def test_an_unknown_run_is_refused(valkey: ValkeyServer) -> None:
     async with gateway(valkey.url) as gate:
         with pytest.raises(RunNotFound):
             await gate.collect("run-none")
-        with pytest.raises(InvalidField):
-            await gate.collect("run-none", after="yesterday")
         with pytest.raises(NoEngine):
             gate.directory.find("model")
 
@@ -163,14 +164,6 @@ async def test_an_unknown_model_is_told_from_a_dead_engine(valkey: ValkeyServer)
         await gate.directory.refresh()
         with pytest.raises(NoEngine):
             gate.directory.find("model")
-
-
-async def test_resume_after_an_id_brings_the_rest(valkey: ValkeyServer) -> None:
-    async with FakeEngine(valkey.url), gateway(valkey.url) as gate:
-        run_id = await gate.order()
-        events = await gate.collect(run_id)
-        assert await gate.collect(run_id, after=events[3].id) == events[4:]
-        assert await gate.collect(run_id, after=RUN_END_ID) == []
 
 
 async def test_cancel_reaches_the_engine_and_may_be_repeated(valkey: ValkeyServer) -> None:
@@ -351,8 +344,8 @@ async def test_a_new_gateway_follows_what_a_dead_one_left_and_a_client_resumes(v
             turn = await engine.turn(0)
             await asyncio.sleep(0.05)
         async with gateway(valkey.url, "g2", orphan_seconds=1) as second:
-            assert second.runs.is_live(run_id)
-            resumed = asyncio.create_task(second.collect(run_id, after="1-1"))
+            assert second.is_live(run_id)
+            resumed = asyncio.create_task(second.collect(run_id))
             await asyncio.sleep(1.6)  # longer than an orphan may live
             await engine.finish(turn)
             events = await resumed
@@ -372,19 +365,6 @@ async def test_an_orphan_that_nobody_resumes_is_cancelled(valkey: ValkeyServer) 
             await engine.obey_cancel(turn)
             await settled(second, run_id)
             assert isinstance(assert_one_end(valkey, run_id), Cancelled)
-
-
-async def test_a_detached_run_of_a_dead_gateway_goes_on(valkey: ValkeyServer) -> None:
-    async with FakeEngine(valkey.url, one_token) as engine:
-        async with gateway(valkey.url, "g1", kill=True) as first:
-            run_id = await first.order(attached=False)
-            turn = await engine.turn(0)
-        async with gateway(valkey.url, "g2", orphan_seconds=0.2) as second:
-            await asyncio.sleep(1)
-            assert not turn.is_cancelled
-            await engine.finish(turn)
-            await settled(second, run_id)
-            assert isinstance(assert_one_end(valkey, run_id), Finished)
 
 
 async def test_a_run_that_a_dead_gateway_never_sent_is_ended(valkey: ValkeyServer) -> None:
@@ -409,7 +389,7 @@ async def test_a_living_gateway_keeps_its_runs(valkey: ValkeyServer) -> None:
         turn = await engine.turn(0)
         await second.caretaker.sweep()
         await second.caretaker.sweep()
-        assert not second.runs.is_live(run_id)
+        assert not second.is_live(run_id)
         await second.runs.cancel(run_id)  # but anybody may cancel
         await engine.cancel_of(turn)
         await engine.obey_cancel(turn)

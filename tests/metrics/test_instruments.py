@@ -29,6 +29,7 @@ def a_turn(**changes: object) -> TurnSample:
         "cached_tokens": 900,
         "generated_tokens": 21,
         "queue_seconds": 0.25,
+        "first_token_seconds": 0.75,
         "prefill_seconds": 0.5,
         "decode_seconds": 2.0,
     }
@@ -165,7 +166,12 @@ def test_histograms_and_exact_quantiles_agree_within_three_percent(
         queue = source.lognormvariate(-1.5, 0.7)
         prefill = source.lognormvariate(0.5, 0.6)
         decode = source.lognormvariate(1.0, 0.5)
-        turn = a_turn(queue_seconds=queue, prefill_seconds=prefill, decode_seconds=decode)
+        turn = a_turn(
+            queue_seconds=queue,
+            first_token_seconds=queue + prefill,
+            prefill_seconds=prefill,
+            decode_seconds=decode,
+        )
         instruments.observe_turn("e0", turn)
     name = quantity.name  # type: ignore[attr-defined]
     buckets = sorted(
