@@ -34,6 +34,7 @@ OLDEST_GLIBC = (2, 35)
 OLDEST_MACOS = (14, 0)
 MACOS_PYTHON = "3.13.5"
 BLAS_PACKAGE = "libopenblas0-pthread"
+APT_BRIEFLY = ["-oAcquire::Retries=0", "-oAcquire::http::Timeout=5", "-oAcquire::https::Timeout=5"]
 MODEL_TITLE = "Fetching the default model (95 MB) and converting it"
 QUIET_SECONDS = 15  # between signs of life where output is not a terminal
 
@@ -94,8 +95,8 @@ def set_up(*, with_model: bool) -> None:
         stamp = {key: value for key, value in stamp.items() if value != "missing"}
         stamp["environment"] = environment_hash()
         write_stamp(stamp)
-    if "blas" not in stamp:
-        stamp["blas"] = install_blas()
+    if stamp.get("blas", "missing") == "missing":
+        stamp["blas"] = install_blas(was_told="blas" in stamp)
         write_stamp(stamp)
     if with_model and not model_is_there(stamp):
         stamp["model"] = run(MODEL_TITLE, [str(PYTHON), "-c", FETCH])
@@ -273,8 +274,7 @@ def os_release() -> dict[str, str]:
         lines = Path("/etc/os-release").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
-    pairs = (line.partition("=") for line in lines)
-    return {key: value.strip("\"'") for key, _, value in pairs}
+    return {key: value.strip("\"'") for key, _, value in (line.partition("=") for line in lines)}
 
 
 def make_environment() -> None:
@@ -305,29 +305,31 @@ def environment_is_usable() -> bool:
 # OpenBLAS
 
 
-def install_blas() -> str:
-    """What came of it. Without OpenBLAS everything works, slower, so nothing is raised."""
+def install_blas(*, was_told: bool) -> str:
+    """What came of it; without OpenBLAS all works, slower. After `was_told` apt is tried again, briefly."""
     if sys.platform == "darwin" or has_openblas():
         return "present"
+    if was_told and not (shutil.which("apt-get") and os.geteuid() == 0):
+        return "missing"
     slow = "OpenBLAS is missing: everything works, but many times slower."
     if not shutil.which("apt-get"):
         print(slow, "Install your system's OpenBLAS package.")
     elif os.geteuid() != 0:
         print(slow, f"Run: sudo apt-get install -y {BLAS_PACKAGE}")
-    elif install_with_apt():
+    elif install_with_apt(APT_BRIEFLY if was_told else []):
         return "installed"
     else:
         print(slow, f"It could not be installed; see {LOG}.")
     return "missing"
 
 
-def install_with_apt() -> bool:
-    install = ["apt-get", "install", "-y", "--no-install-recommends", BLAS_PACKAGE]
+def install_with_apt(options: list[str]) -> bool:
+    install = ["apt-get", *options, "install", "-y", "--no-install-recommends", BLAS_PACKAGE]
     try:
         run(f"Installing {BLAS_PACKAGE}", install)
     except StepFailed:  # the usual reason is that the package lists are old or absent
         try:
-            run("Updating the package lists", ["apt-get", "update"])
+            run("Updating the package lists", ["apt-get", *options, "update"])
             run(f"Installing {BLAS_PACKAGE}", install)
         except StepFailed:
             return False
@@ -369,8 +371,8 @@ def run(title: str, command: list[str]) -> str:
             raise
     output = LOG.read_bytes()[begin:].decode("utf-8", "replace").strip().splitlines()
     if code != 0:
-        hint = "The first set-up needs a network."
-        raise StepFailed("\n".join([f"{title} failed. {hint} The end of {LOG}:", *output[-8:]]))
+        head = f"{title} failed. The first set-up needs a network. The end of {LOG}:\n"
+        raise StepFailed(head + "\n".join(output[-8:]))
     return output[-1] if output else ""
 
 
