@@ -81,6 +81,7 @@ class TextState:
         )  # tells whether a character is incomplete
         self._window: list[int] = []
         self._num_certain = 0  # tokens of the window whose text is out or in _held
+        self._num_early = 0  # characters behind theirs that are too: before a character that is not whole yet
         self._held = ""  # certain text that may be the beginning of a stop string
         self._ended = False
 
@@ -93,9 +94,13 @@ class TextState:
         if self._ended or self._detokenizer.is_special(token_id):
             return TextDelta("")
         self._window.append(token_id)
-        self._utf8.decode(self._detokenizer.token_bytes(token_id))
+        token_bytes = self._detokenizer.token_bytes(token_id)
+        self._utf8.decode(token_bytes)
         incomplete, _ = self._utf8.getstate()
-        return TextDelta("") if incomplete else self._release(self._advance())
+        if not incomplete:
+            return self._release(self._advance())
+        # A token of bytes of one character says nothing yet; one that only ends in them says the text before.
+        return self._release(self._peek()) if len(incomplete) < len(token_bytes) else TextDelta("")
 
     def flush(self) -> str:
         """End of the turn: all held text, an incomplete character as U+FFFD; nothing when called again."""
@@ -107,12 +112,21 @@ class TextState:
         return text
 
     def _advance(self) -> str:
-        """Text of the window's new tokens, which become its certain ones."""
-        old_text = self._detokenizer.decode(self._window[: self._num_certain])
-        new_text = self._detokenizer.decode(self._window)[len(old_text) :]
+        """New text of the window's tokens, which become its certain ones."""
+        new_text = self._new_text()
         del self._window[: self._num_certain]
-        self._num_certain = len(self._window)
+        self._num_certain, self._num_early = len(self._window), 0
         return new_text
+
+    def _peek(self) -> str:
+        """New text of the window up to its last character, a U+FFFD that stands for the incomplete one."""
+        new_text = self._new_text()[:-1]
+        self._num_early += len(new_text)
+        return new_text
+
+    def _new_text(self) -> str:
+        old_text = self._detokenizer.decode(self._window[: self._num_certain])
+        return self._detokenizer.decode(self._window)[len(old_text) + self._num_early :]
 
     def _release(self, new_text: str) -> TextDelta:
         text = self._held + new_text

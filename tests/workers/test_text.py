@@ -173,6 +173,40 @@ def test_a_stop_string_of_characters_split_over_tokens_is_found(detokenizer: Det
     assert ("".join(pieces), stopped) == ("漢漢", "字")
 
 
+@pytest.mark.parametrize("num_bytes", [1, 2])
+@pytest.mark.parametrize("stop", ["b", "ab", "b</s>"])
+def test_a_stop_string_inside_a_token_that_ends_mid_character_is_found_at_once(
+    stop: str, num_bytes: int
+) -> None:
+    head, tail = "字".encode()[:num_bytes], "字".encode()[num_bytes:]
+    vocabulary = [b"a", b"b</s>" + head, tail, b"x"]
+    state = TextState(Detokenizer(merged_tokenizer(vocabulary)), (stop,))
+    held = "" if stop == "ab" else "a"
+    assert (state.append(0).text, state.append(1).stopped) == (held, stop)
+    assert state.append(2).text == state.flush() == ""
+
+
+def test_text_before_an_incomplete_character_goes_out_with_its_token() -> None:
+    whole = "漢字".encode()
+    vocabulary = [b"ok " + whole[:2], whole[2:4], whole[4:], b"! " + whole[:1], b"\xff?"]
+    pieces, _ = stream(TextState(Detokenizer(merged_tokenizer(vocabulary))), [0, 1, 2, 3, 4, 3])
+    assert pieces == ["ok ", "漢", "字", "! ", "\ufffd\ufffd?", "! ", "\ufffd"]
+
+
+def test_random_pieces_stream_and_stop_as_the_bytes_one_by_one_do(detokenizer: Detokenizer) -> None:
+    choices = random.Random(3)
+    stop = ("b字", "cab", "é")
+    for _ in range(300):
+        data = "".join(choices.choice("abc é字😀") for _ in range(12)).encode()
+        cuts = sorted(choices.sample(range(1, len(data)), 5))
+        pieces = [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+        vocabulary = list(dict.fromkeys(pieces))
+        state = TextState(Detokenizer(merged_tokenizer(vocabulary)), stop)
+        in_pieces, stopped = stream(state, [vocabulary.index(piece) for piece in pieces])
+        one_by_one, stopped_one_by_one = stream(TextState(detokenizer, stop), list(data))
+        assert ("".join(in_pieces), stopped) == ("".join(one_by_one), stopped_one_by_one)
+
+
 def test_a_token_costs_the_same_late_in_a_turn() -> None:
     decoded: list[int] = []
 
