@@ -338,10 +338,9 @@ def install_with_apt(options: list[str]) -> bool:
 
 def has_openblas() -> bool:
     try:
-        ctypes.CDLL("libopenblas.so.0")
+        return ctypes.CDLL("libopenblas.so.0") is not None
     except OSError:
         return False
-    return True
 
 
 # Steps that take long
