@@ -49,10 +49,9 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def fake_rules(*, context_length: int = 1024, digest: str = "") -> TurnRules:
+def fake_rules(*, context_length: int = 1024) -> TurnRules:
     return TurnRules(
         detokenizer=Detokenizer(byte_tokenizer()),
-        digest=digest,
         namespace=b"fake model, 8 bit",
         context_length=context_length,
         vocab_size=VOCAB_SIZE,

@@ -93,7 +93,6 @@ class EngineUnderTest:
         self.cache = Cache(self.loaded.kv.num_pages, keep_prefixes=settings.kvcache.prefix_cache)
         rules = TurnRules(
             detokenizer=Detokenizer(self.loaded.tokenizer),
-            digest=self.loaded.digest,
             namespace=self.loaded.namespace,
             context_length=self.loaded.context_length,
             vocab_size=self.loaded.vocab_size,

@@ -17,10 +17,10 @@ from redis.exceptions import RedisError
 from metrics.logs import about_run
 
 from .backlog import TurnKey
+from .errors import TurnRefused
 from .messages import (
     EVENT_FIELD,
     VERSION,
-    Cancel,
     EngineInfo,
     Failed,
     Submit,
@@ -44,8 +44,10 @@ class _Envelope(msgspec.Struct, frozen=True):
     v: int = 1
     run_id: str | None = None
     attempt: int | None = None
-    incarnation: int | None = None
+    incarnation: Any = None
 
+
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
 
@@ -92,24 +94,26 @@ class Inbox:
     def _receive(self, inbox_id: bytes, payload: bytes) -> None:
         try:
             envelope = _decode_envelope(payload)
-            message = decode_to_engine(payload) if envelope.v <= VERSION else None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             log.error("inbox message is not readable", inbox_id=inbox_id.decode(), error=str(error))
             self._outbox.delete([inbox_id])
             return
-        with about_run(envelope.run_id or "", message.agent if isinstance(message, Submit) else ""):
-            self._sort(inbox_id, envelope, message)
-
-    def _sort(self, inbox_id: bytes, envelope: _Envelope, message: ToEngine | None) -> None:
-        if message is None:
-            self._refuse_version(inbox_id, envelope)
-        elif isinstance(message, Cancel):
-            if self._outbox.attach(TurnKey(message.run_id, message.attempt), inbox_id):
-                self._deliveries.put(message)
-            else:
-                self._outbox.delete([inbox_id])
+        try:
+            message = _read(envelope, payload)
+        except TurnRefused as refused:
+            with about_run(envelope.run_id or ""):
+                self._refuse(inbox_id, envelope, refused)
         else:
+            with about_run(message.run_id, message.agent if isinstance(message, Submit) else ""):
+                self._sort(inbox_id, message)
+
+    def _sort(self, inbox_id: bytes, message: ToEngine) -> None:
+        if isinstance(message, Submit):
             self._receive_submit(inbox_id, message)
+        elif self._outbox.attach(TurnKey(message.run_id, message.attempt), inbox_id):
+            self._deliveries.put(message)
+        else:
+            self._outbox.delete([inbox_id])
 
     def _receive_submit(self, inbox_id: bytes, submit: Submit) -> None:
         key = TurnKey(submit.run_id, submit.attempt)
@@ -121,17 +125,33 @@ class Inbox:
         else:
             self._deliveries.put(submit)
 
-    def _refuse_version(self, inbox_id: bytes, envelope: _Envelope) -> None:
-        log.error("inbox message is newer than this engine", version=envelope.v, ours=VERSION)
-        is_ours = envelope.incarnation in (None, self._info.incarnation)
+    def _refuse(self, inbox_id: bytes, envelope: _Envelope, refused: TurnRefused) -> None:
+        """A turn that can be named ends with the reason; anything else is deleted."""
+        log.error(
+            "inbox message is of no use", error_kind=refused.kind, error=str(refused.__cause__ or refused)
+        )
+        is_ours = not isinstance(envelope.incarnation, int) or envelope.incarnation == self._info.incarnation
         if envelope.run_id is None or envelope.attempt is None or envelope.kind == "cancel" or not is_ours:
             self._outbox.delete([inbox_id])
             return
         key = TurnKey(envelope.run_id, envelope.attempt)
-        if not self._outbox.open(key, inbox_id):
+        if self._outbox.open(key, inbox_id):
+            self._outbox.post(key, Failed(error=refused.kind, message=str(refused)))
+        else:
             self._outbox.delete([inbox_id])
-            return
-        message = (
-            f"the message has version {envelope.v}, this engine reads up to {VERSION}: upgrade the engine"
+
+
+def _read(envelope: _Envelope, payload: bytes) -> ToEngine:
+    """The whole message. Raises TurnRefused."""
+    if envelope.v > VERSION:
+        raise TurnRefused(
+            "upgrade_engine",
+            f"the message has version {envelope.v}, this engine reads up to {VERSION}: upgrade the engine",
         )
-        self._outbox.post(key, Failed(error="upgrade_engine", message=message))
+    try:
+        return decode_to_engine(payload)
+    except _UNREADABLE as error:
+        raise TurnRefused(
+            "invalid_request",
+            "the engine cannot read this turn's message: is its gateway of the same version?",
+        ) from error

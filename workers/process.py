@@ -128,7 +128,6 @@ def _in_force(loaded: Loaded, settings: EngineSettings, chunk_seconds: float) ->
 def _rules(loaded: Loaded) -> TurnRules:
     return TurnRules(
         detokenizer=Detokenizer(loaded.tokenizer),
-        digest=loaded.digest,
         namespace=loaded.namespace,
         context_length=loaded.context_length,
         vocab_size=loaded.vocab_size,

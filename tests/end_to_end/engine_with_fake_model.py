@@ -34,7 +34,7 @@ def load(settings: EngineSettings) -> Parts:
     time.sleep(LOAD_SECONDS.get(settings.model or "", 0.0))
     runner = PacedRunner(NUM_PAGES, FakeClock(), page_tokens=64, model=FakeModel(end_every=0))
     runner.seconds = STEP_SECONDS.get(settings.model or "", 0.02)
-    engine = Engine(runner, Cache(NUM_PAGES), fake_rules(digest=INFO.digest), num_workers=4)
+    engine = Engine(runner, Cache(NUM_PAGES), fake_rules(), num_workers=4)
     return Parts(engine, INFO, BUNDLE)
 
 

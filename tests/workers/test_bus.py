@@ -323,6 +323,29 @@ def test_what_cannot_be_read_is_deleted(pair: tuple[Bus, Desk], payload: bytes) 
     receive(bus)
 
 
+@pytest.mark.parametrize("payload", [b"\x91" * 100_000, b"\x81\xa1x" + b"\x91" * 100_000])
+def test_a_message_nested_too_deeply_is_deleted(pair: tuple[Bus, Desk], payload: bytes) -> None:
+    test_what_cannot_be_read_is_deleted(pair, payload)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"token_ids": "text"}, {"max_tokens": None}, {"incarnation": "one"}, {"sampling": {"top_k": 0.5}}],
+)
+def test_a_turn_whose_body_cannot_be_read_fails(pair: tuple[Bus, Desk], broken: dict[str, Any]) -> None:
+    bus, desk = pair
+    desk.create("run-1")
+    whole = {"kind": "submit", "run_id": "run-1", "attempt": 1, "incarnation": 1, "digest": "d1"}
+    desk.send({**whole, "token_ids": b"\1\0\0\0", "max_tokens": 4, **broken})
+    wait_for(lambda: desk.events("run-1"))
+    (failed,) = desk.events("run-1").values()
+    assert isinstance(failed, Failed)
+    assert (failed.error, failed.retryable) == ("invalid_request", False)
+    wait_for(lambda: desk.num_inbox_entries() == 0)
+    desk.dispatch("run-2", incarnation=1)
+    receive(bus)
+
+
 def test_a_turn_for_another_incarnation_is_ignored(pair: tuple[Bus, Desk]) -> None:
     bus, desk = pair
     desk.dispatch("run-1", incarnation=7)

@@ -190,7 +190,6 @@ def test_logprobs_carry_the_tokens_own_bytes() -> None:
     assert all(event.logprobs[0].top for event in tokens)
 
 
-NEWER = msgspec.structs.replace(fake_submit("one", [1]), v=9)
 CUT = msgspec.structs.replace(fake_submit("one", [1]), token_ids=b"12345")
 
 
@@ -203,7 +202,6 @@ CUT = msgspec.structs.replace(fake_submit("one", [1]), token_ids=b"12345")
         (fake_submit("one", [1], max_tokens=0), "invalid_request"),
         (fake_submit("one", [1], sampling=Sampling(logit_bias={257: 1.0})), "invalid_request"),
         (CUT, "invalid_request"),
-        (NEWER, "upgrade_engine"),
     ],
 )
 def test_a_turn_that_cannot_be_accepted_ends_at_once(submit: Submit, error: str) -> None:
@@ -213,15 +211,6 @@ def test_a_turn_that_cannot_be_accepted_ends_at_once(submit: Submit, error: str)
     end = bench.end("one")
     assert isinstance(end, Failed) and end.error == error and end.message
     assert not bench.runner.plans
-
-
-def test_another_tokenizers_turn_is_refused() -> None:
-    clock = FakeClock()
-    runner = FakeRunner(64, clock, page_tokens=8)
-    engine = Engine(runner, Cache(64, page_tokens=8), fake_rules(context_length=64, digest="d"), clock=clock)
-    engine.submit(fake_submit("one", [1, 2]))
-    failed = engine.step()[0].event
-    assert isinstance(failed, Failed) and failed.error == "tokenizer_changed" and failed.retryable
 
 
 def test_the_answer_is_capped_by_the_context() -> None:

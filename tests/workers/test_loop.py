@@ -50,7 +50,7 @@ class Rig:
     def __init__(self, server: ValkeyServer, desk: Desk) -> None:
         self.desk = desk
         self.runner = SlowRunner(NUM_PAGES, FakeClock(), page_tokens=64, model=FakeModel(end_every=0))
-        self.engine = Engine(self.runner, Cache(NUM_PAGES), fake_rules(digest="d1"), num_workers=4)
+        self.engine = Engine(self.runner, Cache(NUM_PAGES), fake_rules(), num_workers=4)
         memory = Memory(active_bytes=7, peak_bytes=8)
         self.loop = EngineLoop(Parts(self.engine, INFO, BUNDLE, lambda: memory), server.url)
         self.failure: BaseException | None = None
