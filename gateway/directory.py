@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from workers.messages import (
     ENGINES_KEY,
@@ -55,12 +56,12 @@ class EngineView:
 async def read_engine(client: Redis, engine_id: str) -> tuple[EngineInfo, EngineStats, int | None] | None:
     """What the bus holds of one engine, with its lease's incarnation; None: nothing that is readable."""
     fields: Any = await client.hmget(engine_key(engine_id), ["info", "stats"])
-    lease = await client.get(engine_lease_key(engine_id))
+    lease: Any = await client.get(engine_lease_key(engine_id))
     if None in fields:
         return None
     try:
-        return decode_info(fields[0]), decode_stats(fields[1]), None if lease is None else int(lease)
-    except msgspec.MsgspecError:
+        return decode_info(fields[0]), decode_stats(fields[1]), _incarnation_of(lease)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
@@ -149,17 +150,19 @@ class Directory:
         for engine_id in engine_ids:
             pipeline.hmget(engine_key(engine_id), ["info", "stats"])
             pipeline.get(engine_lease_key(engine_id))
-        names, *answers = await self._bus.execute(pipeline)
+        names, *answers = await self._bus.answered(pipeline.execute(raise_on_error=False))
         for index, engine_id in enumerate(engine_ids):
             self._leases[engine_id] = _incarnation_of(answers[2 * index + 1])
             await self._read(engine_id, answers[2 * index])
         return {name.decode(errors="replace") for name in names}
 
-    async def _read(self, engine_id: str, fields: list[bytes | None]) -> None:
+    async def _read(self, engine_id: str, answer: list[bytes | None] | ResponseError) -> None:
         """One engine's view from its hash; what cannot be read is no engine that this gateway could use."""
         try:
-            await self._note(engine_id, fields)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            if isinstance(answer, ResponseError):  # its key holds something else
+                raise answer
+            await self._note(engine_id, answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ResponseError) as error:
             if engine_id not in self._unreadable:
                 remedy = "upgrade the older one of gateway and engine"
                 log.error("engine_unreadable", engine=engine_id, error=type(error).__name__, remedy=remedy)
@@ -204,6 +207,6 @@ class Directory:
                 listener()
 
 
-def _incarnation_of(lease: bytes | None) -> int | None:
+def _incarnation_of(lease: bytes | ResponseError | None) -> int | None:
     """The living incarnation; None also for what is no number, which no engine of ours wrote."""
-    return int(lease) if lease is not None and lease.isdigit() else None
+    return int(lease) if isinstance(lease, bytes) and lease.isdigit() else None

@@ -19,14 +19,15 @@ class CuttingProxy:
         self.num_cuts = 0
         self._target = str(target)
         self._word: bytes | None = None
+        self._after = False
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.socket))
         self._listener.listen()
         self._ends: list[socket.socket] = []
 
-    def cut_at(self, word: bytes) -> None:
-        """The next request that holds `word` breaks its connection, before the server sees it."""
-        self._word = word
+    def cut_at(self, word: bytes, *, after: bool = False) -> None:
+        """The next request that holds `word` breaks its connection, before the server sees it or `after`."""
+        self._word, self._after = word, after
 
     def serve(self) -> None:
         """Until the listener is closed."""
@@ -55,6 +56,9 @@ class CuttingProxy:
                         return
                     if end is client and self._word is not None and self._word in data:
                         self._word = None
+                        if self._after:
+                            server.sendall(data)
+                            server.recv(1 << 16)
                         self.num_cuts += 1
                         return
                     (server if end is client else client).sendall(data)

@@ -32,6 +32,7 @@ PURE = [
     "workers/pace.py",
     "workers/ledger.py",
     "workers/families.py",
+    "gateway/event_ids.py",
     "gateway/router.py",
     "gateway/run_state.py",
     "metrics/quantiles.py",

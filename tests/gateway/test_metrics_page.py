@@ -12,7 +12,16 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.directory import EngineView
-from gateway.metrics_page import DIRECTORY, INSTRUMENTS, RUNS, count_response, get_metrics, turn_observer
+from gateway.metrics_page import (
+    DIRECTORY,
+    INSTRUMENTS,
+    RUNS,
+    count_response,
+    get_metrics,
+    turn_observer,
+    turn_sample,
+)
+from gateway.places import Order
 from gateway.run import Run
 from gateway.run_state import RunState
 from metrics.exposition import CONTENT_TYPE
@@ -24,6 +33,7 @@ from workers.messages import (
     Failed,
     Finished,
     KVFacts,
+    Sampling,
     Timings,
     TokenizerBundle,
     TurnEnd,
@@ -35,6 +45,13 @@ from .fake_runs import FakeRuns, words
 KV = KVFacts(dtype="int8", bytes_per_token=12240.0, page_tokens=64, num_pages=100, pool_bytes=78_336_000)
 USAGE = Usage(prompt_tokens=100, cached_tokens=80, completion_tokens=11)
 TIMINGS = Timings(worker=1, queue_seconds=0.5, prefill_seconds=0.1, decode_seconds=1.0)
+
+
+class BusyRuns(FakeRuns):
+    """Five calls, three of them in line."""
+
+    num_live = 5
+    num_waiting = 3
 
 
 @dataclass
@@ -75,7 +92,7 @@ def app_with(instruments: Instruments, *views: EngineView) -> web.Application:
     app = web.Application()
     app[INSTRUMENTS] = instruments
     app[DIRECTORY] = FakeDirectory(list(views))  # type: ignore[misc]
-    app[RUNS] = FakeRuns(words())
+    app[RUNS] = BusyRuns(words())
     app.on_response_prepare.append(count_response)
     app.router.add_get("/metrics", get_metrics)
     app.router.add_get("/busy", get_busy)
@@ -135,6 +152,25 @@ async def test_the_page_parses_and_shows_turns_engines_and_responses() -> None:
     assert value("engine_pages_evicted_total", engine="e0") == 5
     assert value("http_responses_total", status="4xx") == 2
     assert value("http_too_many_requests_total") == 1
+    assert value("gateway_runs_live") == 5
+    assert value("gateway_runs_waiting") == 3
+
+
+def an_order() -> Order:
+    return Order(engine=an_engine(), token_ids=b"", max_tokens=1, sampling=Sampling())
+
+
+@pytest.mark.parametrize(("is_ours", "queued", "first"), [(True, 3.0, 4.0), (False, 0.5, 0.6)])
+def test_waits_are_measured_from_the_call_where_it_came_in(
+    is_ours: bool, queued: float, first: float
+) -> None:
+    end = Finished(reason="stop", usage=USAGE, timings=TIMINGS)
+    run = Run("run-1", RunState(engine_id="e0", turn_end=end), order=an_order() if is_ours else None)
+    run.asked_at, run.worker_at, run.token_at = 10.0, 13.0, 14.0
+    sample = turn_sample(run, end)
+    assert sample.queue_seconds == queued
+    assert sample.first_token_seconds == pytest.approx(first)
+    assert sample.prefill_seconds == 0.1
 
 
 async def test_no_text_of_a_turn_is_on_the_page() -> None:

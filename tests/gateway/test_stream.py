@@ -42,6 +42,28 @@ async def test_a_talking_stream_gets_no_keepalives(start: Start) -> None:
     assert not any("comment" in event for event in events)
 
 
+@pytest.mark.parametrize("usage", [True, False])
+async def test_after_the_finish_a_silent_stream_gets_comments_only(start: Start, usage: bool) -> None:
+    gateway = await start(keepalive_seconds=0.05)
+    gateway.runs.script = lambda order: [*words("x")(order), 0.18]
+    events = await gateway.stream({**HELLO, "stream_options": {"include_usage": usage}})
+    assert [event for event in events if "comment" in event]
+    chunks = chunks_of(events)
+    assert len(chunks) == (4 if usage else 3)
+    assert chunks[2]["choices"][0]["finish_reason"] == "stop"
+    assert events[-1]["data"] == "[DONE]"
+
+
+async def test_an_answer_with_missing_tokens_is_an_error(gateway: Gateway) -> None:
+    gateway.runs.script = lambda order: [words("a", "b")(order)[0], words("a", "b")(order)[-1]]
+    status, body = await gateway.post(HELLO)
+    assert (status, body["error"]["code"]) == (503, "gap")
+    assert "Of 2 generated tokens 1 arrived" in body["error"]["message"]
+    events = await gateway.stream(HELLO)
+    assert events[-1]["data"]["error"]["code"] == "gap"
+    assert all(not chunk["choices"][0]["finish_reason"] for chunk in chunks_of(events[:-1]))
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["queued", "prefilling", "decoding"])
 async def test_a_leaving_client_takes_its_run_along(gateway: Gateway, stream: bool, phase: str) -> None:

@@ -110,6 +110,58 @@ def test_an_engine_that_is_gone_has_no_series() -> None:
     assert value(instruments, "engine_up", engine="e1") == 1
 
 
+def test_counters_go_on_over_incarnations_and_through_an_engines_start() -> None:
+    instruments = Instruments()
+    seen: list[float | None] = []
+    for incarnation, steps in ((1, 5), (1, 9), (2, 0), (2, 4), (3, 20)):
+        instruments.observe_engines({"e0": an_engine(incarnation=incarnation, num_steps=steps)})
+        seen.append(value(instruments, "engine_steps_total", engine="e0"))
+    assert seen == [5, 9, 9, 13, 33]
+
+
+def test_living_engines_are_shown_before_dead_ones() -> None:
+    instruments = Instruments()
+    dead = {f"a{number}": an_engine(is_up=False) for number in range(MAX_ENGINES)}
+    instruments.observe_engines({**dead, "z": an_engine(is_up=True)})
+    assert value(instruments, "engine_up", engine="z") == 1
+    assert value(instruments, "engine_up", engine="a0") == 0
+    assert value(instruments, "engine_up", engine=f"a{MAX_ENGINES - 1}") is None
+
+
+def test_the_series_of_an_engine_that_the_bus_has_forgotten_go() -> None:
+    instruments = Instruments()
+    for engine in ("old", "new"):
+        instruments.observe_turn(engine, a_turn())
+    instruments.observe_engines({"new": an_engine()})
+    old, new = ({"engine": engine, "worker": "2"} for engine in ("old", "new"))
+    for name in ("turn_tokens_generated_total", "worker_queue_wait_seconds_count"):
+        assert value(instruments, name, **old) is None
+        assert value(instruments, name, **new) is not None
+    assert value(instruments, "turns_total", **old, reason="stop") is None
+    assert value(instruments, "turn_queue_wait_seconds_count", **old) is None
+
+
+def test_a_new_engine_takes_the_place_of_a_dead_one_when_places_run_out() -> None:
+    instruments = Instruments()
+    engines = {f"e{number}": an_engine(is_up=number != 3) for number in range(MAX_PLACES)}
+    for engine in engines:
+        instruments.observe_turn(engine, a_turn())
+    instruments.observe_turn("new", a_turn())
+    assert value(instruments, "turns_total", engine="new", worker="2", reason="stop") is None
+    instruments.observe_engines(engines)
+    instruments.observe_turn("new", a_turn())
+    assert value(instruments, "turns_total", engine="new", worker="2", reason="stop") == 1
+    assert value(instruments, "turns_total", engine="e3", worker="2", reason="stop") is None
+    assert value(instruments, "turns_total", engine="e4", worker="2", reason="stop") == 1
+
+
+def test_the_gateways_own_line_is_shown() -> None:
+    instruments = Instruments()
+    instruments.observe_runs(num_live=7, num_waiting=4)
+    assert value(instruments, "gateway_runs_live") == 7
+    assert value(instruments, "gateway_runs_waiting") == 4
+
+
 def test_responses_are_counted_by_class_and_refusals_apart() -> None:
     instruments = Instruments()
     for status in (200, 204, 404, 429, 503, 9999):
