@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .paths import Home, home_at
+
+if TYPE_CHECKING:
+    from .supervisor import Plan
 
 EXAMPLES = """\
 examples:
   tetrarch serve                                   the default model on http://127.0.0.1:8114
   tetrarch serve --model mlx-community/Qwen3-0.6B-4bit --workers 4 --context 32768
-  tetrarch demo                                    twelve sub-agent calls, four at a time, and a table
+  tetrarch demo                                    16 sub-agent calls, four at a time, and a table
   tetrarch doctor                                  what this machine is and what fits on it
   tetrarch token add phone                         an access token for calls from other machines
 
@@ -82,28 +87,37 @@ def _serve(arguments: list[str]) -> int:
         return _engine_flags()
 
     def run(options: argparse.Namespace, rest: list[str]) -> int:
-        from .settings import GatewaySettings, load_settings
-        from .supervisor import Plan, serve
+        from .supervisor import serve
 
-        flags = _given(options, GatewaySettings)
-        settings = load_settings(options.settings, flags)
-        shared = [f"--settings={options.settings.absolute()}"] if options.settings else []
-        typed = [
-            f"--{path.replace('_', '-')}={value}"
-            for path, value in flags.items()
-            if path not in ("home", "redis_url")
-        ]
-        level = [f"--log-level={settings.log_level}"] if "log_level" in flags else []
-        plan = Plan(
-            settings=settings,
-            home=_home(settings.home),
-            gateway_arguments=(*shared, *typed),
-            engine_arguments=(*shared, *level, *rest),
-            settings_file=options.settings,
-        )
-        return asyncio.run(serve(plan, os.environ, _say))
+        return asyncio.run(serve(plan_of(options, rest), os.environ, _say))
 
     return _with_known_errors(parser, arguments, run)
+
+
+def plan_of(options: argparse.Namespace, rest: Sequence[str]) -> Plan:
+    """What `serve` shall do with its parsed flags and those that are the engine's. Raises SettingsError."""
+    from metrics.settings import file_in_force
+
+    from .settings import GatewaySettings, load_settings
+    from .supervisor import Plan
+
+    flags = _given(options, GatewaySettings)
+    file = file_in_force(options.settings, os.environ)
+    settings = load_settings(file, flags)
+    shared = [f"--settings={file.absolute()}"] if file else []
+    typed = [
+        f"--{path.replace('_', '-')}={value}"
+        for path, value in flags.items()
+        if path not in ("home", "redis_url")  # these two are the children's variables
+    ]
+    level = [f"--log-level={settings.log_level}"] if "log_level" in flags else []
+    return Plan(
+        settings=settings,
+        home=_home(settings.home),
+        gateway_arguments=(*shared, *typed),
+        engine_arguments=(*shared, *level, *rest),
+        settings_file=file,
+    )
 
 
 def _gateway(arguments: list[str]) -> int:
@@ -149,10 +163,11 @@ def _bus_guard(arguments: list[str]) -> int:
 
 
 def _engine(arguments: list[str]) -> int:
-    if not os.environ.get("TETRARCH_REDIS_URL"):
-        home = _home(None)
-        if home.socket.exists():  # the bus of a running `tetrarch serve`
-            os.environ["TETRARCH_REDIS_URL"] = home.bus_url
+    from metrics.settings import LOCAL_BUS_VARIABLE
+
+    home = _home(None)
+    if home.socket.exists():  # a `tetrarch serve` runs; for when flags, variables and file name no bus
+        os.environ[LOCAL_BUS_VARIABLE] = home.bus_url
     return _workers("engine", *arguments)
 
 
@@ -270,7 +285,8 @@ def _home(folder: Path | None) -> Home:
 
 
 def _say(words: str) -> None:
-    print(f"tetrarch: {words}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        print(f"tetrarch: {words}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from typing import Any
 import structlog
 from aiohttp import web
 
+from metrics.hosts import LOOPBACK_HOSTS
+
 from .errors import GatewayError
 from .state import STATE
 from .stream import RUN_KEY, STREAM_KEY, TENANT_KEY, SseStream, json_response
@@ -23,7 +25,6 @@ from .tokens import Token, TokenError
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_KEY = web.RequestKey("tetrarch_request", str)
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 FORWARDED_HEADERS = ("Forwarded", "X-Real-IP", "Via")
 
 log = structlog.get_logger(__name__)
@@ -57,7 +58,7 @@ async def tell_errors(request: web.Request, handler: Handler) -> web.StreamRespo
 async def check_host(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Only known names and the address that was called: a page that rebinds its name to it is turned away."""
     allowed = {name.lower() for name in request.app[STATE].settings.allowed_hosts}
-    allowed |= LOOPBACK_NAMES | {_end_address(request, "sockname")}
+    allowed |= LOOPBACK_HOSTS | {_end_address(request, "sockname")}
     hosts = request.headers.getall("Host", [])
     if len(hosts) != 1 or not host_name(hosts[0]) or host_name(hosts[0]) not in allowed:
         raise GatewayError(
@@ -128,7 +129,7 @@ def is_local(request: web.Request) -> bool:
         peer = ipaddress.ip_address(_end_address(request, "peername"))
     except ValueError:
         return False
-    return peer.is_loopback and host_name(request.headers.get("Host", "")) in LOOPBACK_NAMES
+    return peer.is_loopback and host_name(request.headers.get("Host", "")) in LOOPBACK_HOSTS
 
 
 def _end_address(request: web.Request, end: str) -> str:

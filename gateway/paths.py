@@ -23,7 +23,7 @@ class HomeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The home folder. `environ` decides only where the socket is."""
+    """The home folder, and the short one that holds its bus's socket."""
 
     folder: Path
     socket_folder: Path
@@ -72,9 +72,10 @@ class Home:
 
 
 def home_at(folder: Path | None, environ: Mapping[str, str]) -> Home:
-    """The home folder: as given, else $TETRARCH_HOME, else the system's place for a program's state."""
-    if folder is None and environ.get("TETRARCH_HOME"):
-        folder = Path(environ["TETRARCH_HOME"])
+    """The home folder: as given, else by its variable, else the system's place for a program's state."""
+    named = environ.get("TETRARCH_GATEWAY_HOME") or environ.get("TETRARCH_HOME")
+    if folder is None and named:
+        folder = Path(named)
     chosen = (folder or _default_folder(environ)).expanduser().absolute()
     return Home(chosen, _socket_folder(chosen, environ))
 

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from metrics.hosts import LOOPBACK_HOSTS
 from metrics.instruments import Instruments
 
 from .app import build_app
@@ -28,14 +29,13 @@ from .paths import Home
 from .runs import Runs
 from .settings import GatewaySettings
 from .tokens import TokenStore
+from .valkey import BusError, check_external, check_location
 
 BUS_SECONDS = 20.0
 """How long a starting gateway waits for its bus: as long as one may take to read its data."""
 
 GRACE_SECONDS = 5.0
 """How long open answers may go on after a stop was asked for."""
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ def tokens_file(settings: GatewaySettings, home: Home) -> Path:
 
 def check_exposure(settings: GatewaySettings, home: Home) -> None:
     """Refuses an address that others can reach while no token exists. Raises UnfitGateway."""
-    if settings.host in LOOPBACK or TokenStore(tokens_file(settings, home)).tokens():
+    if settings.host in LOOPBACK_HOSTS or TokenStore(tokens_file(settings, home)).tokens():
         return
     raise UnfitGateway(
         f"host {settings.host} can be reached from other machines and there is no access token: "
@@ -109,11 +109,17 @@ def in_force(settings: GatewaySettings, home: Home, bus_url: str, listener: sock
 async def run_gateway(
     settings: GatewaySettings, home: Home, bus_url: str, listener: socket.socket, supervisor: int | None
 ) -> int:
-    """Serves until a signal, or until the supervisor is gone; then 0. 1 when there is no bus."""
+    """Serves until a signal, or until the supervisor is gone; then 0. 1 when there is no bus.
+
+    Raises BusError when the bus may not be used.
+    """
+    check_location(bus_url)
     stopping = _stop_event(supervisor)
     bus = Bus(bus_url, f"g-{uuid.uuid4().hex[:12]}")
     if not await _connect(bus, stopping):
         return 1
+    if supervisor is None:  # else `serve` has looked
+        await _check_server(bus, bus_url)
     directory = Directory(bus)
     runs = Runs(bus, directory, max_waiting=settings.max_waiting)
     caretaker = Caretaker(bus, directory, runs)
@@ -159,6 +165,15 @@ async def _connect(bus: Bus, stopping: asyncio.Event) -> bool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stopping.wait(), 0.2)
     return False
+
+
+async def _check_server(bus: Bus, bus_url: str) -> None:
+    try:
+        for doubt in await asyncio.to_thread(check_external, bus_url):
+            log.warning("doubtful_bus", problem=doubt)
+    except BusError:
+        await bus.stop()
+        raise
 
 
 def _stop_event(supervisor: int | None) -> asyncio.Event:

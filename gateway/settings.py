@@ -53,7 +53,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 64
     body_limit_bytes: Annotated[
         int, Meta(ge=1024, le=1 << 30, description="Largest request body, in bytes.")
-    ] = 32 << 20
+    ] = 8 << 20
     keepalive_seconds: Annotated[
         float, Meta(gt=0, le=600, description="Longest silence of a stream before a keep-alive is sent.")
     ] = 10.0

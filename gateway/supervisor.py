@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import socket
 import sys
 import time
@@ -22,9 +21,10 @@ import aiohttp
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from metrics.hosts import machine_name
 from workers.messages import EngineInfo, engine_incarnation_key, engine_lease_key
 
-from .children import Child, Command, describe_exit
+from .children import Child, Command, describe_exit, unbreakable
 from .directory import POLL_SECONDS, read_engine
 from .paths import Home
 from .process import UnfitGateway, check_exposure, listen, stop_signals, url_of
@@ -42,7 +42,15 @@ STOP_SECONDS = {"gateway": 12.0, "engine": 12.0, "bus": 12.0}
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0
 STEADY_SECONDS = 60.0
-"""A child that ran this long is started again at once."""
+"""After a child that ran this long, the pauses between its starts begin with the first again."""
+
+LONG_VARIABLES = (
+    "TETRARCH_ENGINE_ENGINE_ID",
+    "TETRARCH_ENGINE_REDIS_URL",
+    "TETRARCH_GATEWAY_HOME",
+    "TETRARCH_GATEWAY_REDIS_URL",
+)
+"""Other names of what is passed to the children, which would win over it."""
 
 USAGE_CODE = 2
 """A child's exit code for settings or a model that cannot be used: trying again is of no use."""
@@ -60,7 +68,10 @@ class Plan:
 
 
 async def serve(plan: Plan, environ: Mapping[str, str], say: Callable[[str], None]) -> int:
-    """Serves until a signal; 0. 1: a part failed for good. Raises BusError, HomeError or UnfitGateway."""
+    """Serves until a signal; 0. 2: a part cannot start with these settings. 1: the supervisor itself broke.
+
+    Raises BusError, HomeError or UnfitGateway.
+    """
     plan.home.make()
     check_exposure(plan.settings, plan.home)
     lock = hold_lock(plan.home.lock, "tetrarch serve runs already:")
@@ -100,12 +111,12 @@ class Supervisor:
         pipe: int,
     ) -> None:
         self._plan = plan
-        self._say = say
+        self._say = unbreakable(say)
         self._url = url_of(listener)
         self._bus_url = plan.settings.redis_url or plan.home.bus_url
         self._engine_id = _engine_id(plan, environ)
         base = {
-            **environ,
+            **{name: value for name, value in environ.items() if name not in LONG_VARIABLES},
             SUPERVISOR_VARIABLE: str(pipe),
             LISTEN_VARIABLE: str(listener.fileno()),
             "TETRARCH_REDIS_URL": self._bus_url,
@@ -114,7 +125,8 @@ class Supervisor:
             "PYTHONUNBUFFERED": "1",
         }
         python = (sys.executable, "-m")
-        self._bus = self._child("bus", (*python, "gateway", "bus-guard"), base, (pipe,))
+        bus = (*python, "gateway", "bus-guard", *plan.gateway_arguments)
+        self._bus = self._child("bus", bus, base, (pipe,))
         engine = (*python, "workers", "engine", *plan.engine_arguments)
         self._engine = self._child("engine", engine, base, (pipe,))
         gateway = (*python, "gateway", "gateway", *plan.gateway_arguments)
@@ -157,7 +169,7 @@ class Supervisor:
 
     async def _start_bus(self) -> bool:
         if self._plan.settings.redis_url is not None:
-            for doubt in await asyncio.to_thread(lambda: list(check_external(self._bus_url))):
+            for doubt in await asyncio.to_thread(check_external, self._bus_url):
                 self._say(f"bus: {doubt}")
             return True
         keeper = self._keep(self._bus)
@@ -172,6 +184,7 @@ class Supervisor:
 
     def _keep(self, child: Child) -> asyncio.Task[None]:
         task = asyncio.create_task(self._keep_running(child), name=child.command.name)
+        task.add_done_callback(self._on_keeper_end)
         self._keepers.append(task)
         return task
 
@@ -180,10 +193,11 @@ class Supervisor:
         name = child.command.name
         while not self._stopping.is_set():
             started = time.monotonic()
+            lease = await self._lease() if child is self._engine else None
             await child.start()
             code = await child.wait()
-            if child is self._engine:
-                await self._forget_lease()
+            if child is self._engine and code < 0:
+                await self._forget_lease(unless=lease)
             if self._stopping.is_set():
                 return
             if code == USAGE_CODE and not self._is_ready:
@@ -196,14 +210,28 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), delay)
             delay = min(2 * delay, MAX_BACKOFF_SECONDS)
 
+    def _on_keeper_end(self, keeper: asyncio.Task[None]) -> None:
+        """Nobody would start that child again: better to stop."""
+        error = None if keeper.cancelled() else keeper.exception()
+        if error is not None and not self._stopping.is_set():
+            self._fail(f"{keeper.get_name()} is kept running no more ({error!r:.200}): stopping", 1)
+
     def _fail(self, words: str, code: int) -> None:
         self._say(words)
         self._code = code
         self._stopping.set()
 
-    async def _forget_lease(self) -> None:
-        """We saw it end, so nobody need wait for its lease to run out."""
-        await self._on_bus(lambda client: client.delete(engine_lease_key(self._engine_id)))
+    async def _lease(self) -> bytes | None:
+        found: bytes | None = await self._on_bus(lambda client: client.get(engine_lease_key(self._engine_id)))
+        return found
+
+    async def _forget_lease(self, unless: bytes | None) -> None:
+        """We saw it killed, so nobody need wait for its lease to run out.
+
+        One that ends by itself gives it back. `unless`: what was there before, another machine's.
+        """
+        if await self._lease() != unless:
+            await self._on_bus(lambda client: client.delete(engine_lease_key(self._engine_id)))
 
     async def _on_bus(self, command: Callable[[Redis], Any]) -> Any:
         client = Redis.from_url(self._bus_url, socket_timeout=2, socket_connect_timeout=2, protocol=2)
@@ -275,17 +303,18 @@ Ctrl-C stops it."""
 
 
 def _engine_id(plan: Plan, environ: Mapping[str, str]) -> str:
-    """The name that the engine will have: we delete its lease when we see it end."""
-    for index, argument in enumerate(plan.engine_arguments):
-        name, _, value = argument.partition("=")
+    """The name that the engine will have: we delete its lease when we see it killed."""
+    arguments = plan.engine_arguments
+    for index in reversed(range(len(arguments))):
+        name, equals, value = arguments[index].partition("=")
         if name == "--engine-id":
-            return value or "".join(plan.engine_arguments[index + 1 : index + 2])
+            return value if equals else "".join(arguments[index + 1 : index + 2])
     for variable in ("TETRARCH_ENGINE_ENGINE_ID", "TETRARCH_ENGINE_ID"):
         if environ.get(variable):
             return environ[variable]
     if plan.settings_file is not None:
         with contextlib.suppress(OSError, ValueError):  # told by whoever loads it
-            table = tomllib.loads(plan.settings_file.read_text()).get("engine", {})
+            table = tomllib.loads(plan.settings_file.read_text(encoding="utf-8")).get("engine", {})
             if isinstance(table, dict) and table.get("engine_id"):
                 return str(table["engine_id"])
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0]).strip("-")[:64] or "engine"
+    return machine_name()

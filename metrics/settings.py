@@ -24,11 +24,15 @@ SECTIONS = ("engine", "gateway")
 
 FILE_VARIABLE = "TETRARCH_SETTINGS"
 
+LOCAL_BUS_VARIABLE = "TETRARCH_LOCAL_BUS"
+"""The bus of this machine's `tetrarch serve`, for an engine that was told of none."""
+
 PROCESS_VARIABLES = frozenset(
     {
         "TETRARCH_CACHE",
         "TETRARCH_HOME",
         "TETRARCH_LISTEN_FD",
+        LOCAL_BUS_VARIABLE,
         FILE_VARIABLE,
         "TETRARCH_SOAK",
         "TETRARCH_SUPERVISOR_FD",
@@ -95,7 +99,7 @@ def load(
     """
     fields = {field.path: field for field in fields_of(struct_type)}
     given: dict[str, _Given] = {}
-    given.update(_from_file(file or _file_of(environ), section, struct_type))
+    given.update(_from_file(file_in_force(file, environ), section, struct_type))
     given.update(_from_environ(environ, section, fields))
     given.update({path: _Given(text, f"--{fields[path].flag}") for path, text in flags.items()})
     values = {path: _converted(fields[path], value) for path, value in given.items()}
@@ -184,15 +188,18 @@ def _described_in(docstring: str, name: str) -> str:
     return " ".join(match[1].split()) if match else ""
 
 
-def _file_of(environ: Mapping[str, str]) -> Path | None:
-    return Path(environ[FILE_VARIABLE]) if environ.get(FILE_VARIABLE) else None
+def file_in_force(file: Path | None, environ: Mapping[str, str]) -> Path | None:
+    """The settings file: as given, else by its variable."""
+    if file is None and environ.get(FILE_VARIABLE):
+        file = Path(environ[FILE_VARIABLE])
+    return None if file is None else file.expanduser()
 
 
 def _from_file(file: Path | None, section: str, struct_type: type[msgspec.Struct]) -> dict[str, _Given]:
     if file is None:
         return {}
     try:
-        document = tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         message = f"settings file {file}: {error.strerror or error}; name a readable TOML file"
         raise SettingsError(message) from error

@@ -1,6 +1,6 @@
 """The commands of this room: `python -m workers engine|model-fetch|doctor`, which `tetrarch` starts.
 
-Exit codes: 0 done or stopped, 1 failed while running, 2 settings or a model that cannot be used.
+Exit codes: 0 done or stopped, 1 failed while running, 2 settings, a bus or a model that cannot be used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from metrics import logs
 from metrics.settings import SettingsError, add_flags, given_flags
 
-from .errors import ModelError, WorkersError
+from .errors import EngineIdInUse, ModelError, WorkersError
 from .errors import SettingsError as UnfitSettings
 from .machine import load_blas
 from .settings import EngineSettings, load_settings
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = load_settings(options.settings, given_flags(options, EngineSettings))
         logs.configure(settings.log_level)
         return verb(settings)
-    except (SettingsError, UnfitSettings, ModelError) as error:
+    except (SettingsError, UnfitSettings, ModelError, EngineIdInUse) as error:
         return _refuse(error, code=2)
     except WorkersError as error:
         return _refuse(error, code=1)

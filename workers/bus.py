@@ -15,13 +15,14 @@ import msgspec
 import structlog
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
+from metrics.bus_rules import UnfitBus, check_url, doubts
 from metrics.settings import mask
 
 from .backlog import TurnKey
-from .errors import BusError
+from .errors import BusError, SettingsError
 from .inbox import Deliveries, Inbox
 from .lease import Identity, Lease, next_incarnation, wait_until_free
 from .messages import Cancel, EngineInfo, EngineStats, Failed, ToEngine, TokenizerBundle, inbox_key
@@ -186,15 +187,28 @@ class Bus:
             self._current.abandon()
 
 
-def check_bus(url: str) -> None:
-    """Raises BusError when nothing answers there."""
-    client = connect(url, COMMAND_SECONDS)
+def check_bus(url: str) -> list[str]:
+    """What is doubtful about the bus, a line each. Raises BusError when nothing answers there, SettingsError
+    when it may not be used.
+    """
     try:
-        client.ping()
+        check_url(url)
+        with connect(url, COMMAND_SECONDS) as client:
+            server = dict(client.info("server"))
+            policy, appendonly = (_setting(client, name) for name in ("maxmemory-policy", "appendonly"))
+        return doubts(str(server.get("redis_version", "0")), policy, appendonly)
     except (RedisError, OSError) as error:
         raise _unusable(error) from error
-    finally:
-        client.close()
+    except UnfitBus as error:
+        raise SettingsError(str(error)) from error
+
+
+def _setting(client: Redis, name: str) -> str | None:
+    try:
+        found = dict(client.config_get(name))
+    except ResponseError:
+        return None  # managed servers hide CONFIG
+    return found.get(name)
 
 
 def _unusable(error: Exception) -> BusError:

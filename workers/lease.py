@@ -15,7 +15,7 @@ from redis import Redis
 from redis.client import Pipeline
 from redis.exceptions import RedisError
 
-from .errors import BusError
+from .errors import EngineIdInUse
 from .messages import (
     ENGINES_KEY,
     LEASE_SECONDS,
@@ -61,7 +61,7 @@ class Identity:
 
 
 def wait_until_free(client: Redis, engine_id: str) -> None:
-    """Lets a dead predecessor's lease run out. Raises BusError when a living one keeps renewing it."""
+    """Lets a dead predecessor's lease run out. Raises EngineIdInUse when a living one keeps renewing it."""
     left = before = int(client.pttl(engine_lease_key(engine_id)))
     while left > 0:
         if left > before:
@@ -93,7 +93,7 @@ class Lease:
         self.is_lost = False
 
     def take(self) -> None:
-        """Publishes the identity, takes the lease and renews it from now on. Raises BusError: not free."""
+        """Publishes the identity, takes the lease and renews it from now on. Raises EngineIdInUse."""
         if not self._taken():
             raise _in_use(self._identity.engine_id)
         self._thread.start()
@@ -197,8 +197,8 @@ class Lease:
             pipeline.execute()
 
 
-def _in_use(engine_id: str) -> BusError:
-    return BusError(
+def _in_use(engine_id: str) -> EngineIdInUse:
+    return EngineIdInUse(
         f"engine id {engine_id!r} is in use on this bus by another process: "
         "stop that one, or choose another name with --engine-id"
     )

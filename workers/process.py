@@ -48,10 +48,13 @@ def run_engine(settings: EngineSettings, load: Loader | None = None) -> int:
     """
     if settings.redis_url is None:
         raise SettingsError("no bus: give --redis-url or TETRARCH_REDIS_URL, or use `tetrarch serve`")
-    check_bus(settings.redis_url)  # loading a model for nothing takes long
+    found = check_bus(settings.redis_url)  # loading a model for nothing takes long
     watch = StopWatch()
     descriptor = supervisor_descriptor()
-    if descriptor is not None:
+    if descriptor is None:  # else `serve` has told it
+        for doubt in found:
+            log.warning("doubtful bus", problem=doubt)
+    else:
         watch.watch_supervisor(descriptor)
     parts = (load or load_parts)(settings)
     loop = EngineLoop(parts, settings.redis_url)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,7 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from kvcache.settings import KVCacheSettings
-from metrics.settings import load
+from metrics.hosts import machine_name
+from metrics.settings import LOCAL_BUS_VARIABLE, load
 
 SECTION = "engine"
 
@@ -25,11 +25,6 @@ SUPERVISOR_VARIABLE = "TETRARCH_SUPERVISOR_FD"
 
 Weights = Literal["auto", "native", "fp32"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-def default_engine_id() -> str:
-    """The machine's short name, so that the engines of several machines differ on one bus."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0]).strip("-")[:64] or "engine"
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +78,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="This engine's name on the bus; left out: the machine's name.",
             extra={"variable": "TETRARCH_ENGINE_ID"},
         ),
-    ] = msgspec.field(default_factory=default_engine_id)
+    ] = msgspec.field(default_factory=machine_name)
     redis_url: Annotated[
         str | None,
         Meta(
@@ -108,8 +103,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_settings(file: Path | None, flags: Mapping[str, str]) -> EngineSettings:
-    """Flags over this process's variables over the file. Raises metrics.settings.SettingsError."""
-    return load(EngineSettings, SECTION, file=file, environ=os.environ, flags=flags)
+    """Flags over this process's variables over the file, over this machine's own bus where one runs.
+
+    Raises metrics.settings.SettingsError.
+    """
+    settings = load(EngineSettings, SECTION, file=file, environ=os.environ, flags=flags)
+    local = os.environ.get(LOCAL_BUS_VARIABLE)
+    if settings.redis_url is None and local:
+        return msgspec.structs.replace(settings, redis_url=local)
+    return settings
 
 
 def environment() -> dict[str, str]:

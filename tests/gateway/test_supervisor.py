@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.__main__ import _settings_parser, plan_of
 from gateway.children import Child, Command, describe_exit
 from gateway.paths import Home, home_at
 from gateway.process import UnfitGateway, check_exposure, in_force, listen, url_of
@@ -20,7 +22,10 @@ from gateway.settings import GatewaySettings
 from gateway.supervisor import Plan, Supervisor, serve
 from gateway.tokens import TokenStore
 from gateway.valkey import BusError, hold_lock, name_holder
-from metrics.settings import as_dict
+from metrics.settings import as_dict, load
+from tests.conftest import ValkeyServer
+from workers.messages import engine_lease_key
+from workers.settings import EngineSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +65,58 @@ time.sleep(60)
     assert not await child.stop(0.2)
     assert await child.wait() == -signal.SIGKILL
     assert child.pid is None
+
+
+CHATTY = """
+for number in range(4000):
+    print("x" * 100, number)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+async def test_a_full_disk_does_not_stop_a_child_that_talks() -> None:
+    told: list[str] = []
+    full = Command("part", (sys.executable, "-c", CHATTY), os.environ, (), Path("/dev/full"))
+    child = Child(full, told.append)
+    await child.start()
+    async with asyncio.timeout(20):
+        assert await child.wait() == 0
+    assert len([words for words in told if "cannot be written" in words]) == 1
+    assert len(told) == 4001
+
+
+async def test_a_closed_terminal_does_not_stop_a_child_that_talks(tmp_path: Path) -> None:
+    def tell(words: str) -> None:
+        raise BrokenPipeError
+
+    child = Child(command(tmp_path, CHATTY), tell)
+    await child.start()
+    async with asyncio.timeout(20):
+        assert await child.wait() == 0
+    assert (tmp_path / "part.log").read_text().count("\n") == 4000
+
+
+async def test_a_log_begins_again_while_its_child_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.children.MAX_LOG_BYTES", 100_000)
+    child = Child(command(tmp_path, CHATTY), lambda words: None)
+    await child.start()
+    await child.wait()
+    sizes = [(tmp_path / name).stat().st_size for name in ("part.log", "part.old.log")]
+    assert all(0 < size < 300_000 for size in sizes), sizes
+
+
+async def test_a_reader_of_output_that_breaks_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    def tell(words: str) -> None:
+        raise KeyError(words)
+
+    child = Child(command(tmp_path, "print('x', flush=True); import time; time.sleep(60)"), tell)
+    await child.start()
+    async with asyncio.timeout(10):
+        with pytest.raises(KeyError):
+            await child.wait()
+    await child.stop(5)
 
 
 async def test_a_child_is_in_a_session_of_its_own(tmp_path: Path) -> None:
@@ -154,6 +211,106 @@ def test_the_engine_id_is_known_from_where_the_engine_takes_it(
     assert supervisor._engine_id == expected
 
 
+def serve_options(*arguments: str) -> tuple[argparse.Namespace, list[str]]:
+    return _settings_parser("serve", "", "").parse_known_args(arguments)
+
+
+def test_a_settings_file_named_by_its_variable_names_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings.toml").write_text('[engine]\nengine_id = "from-file"\n')
+    monkeypatch.setenv("TETRARCH_SETTINGS", str(tmp_path / "settings.toml"))
+    plan = plan_of(*serve_options("--home", str(tmp_path)))
+    with listen("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(plan, os.environ, lambda words: None, listener, 0)
+    assert supervisor._engine.command.environ["TETRARCH_ENGINE_ID"] == "from-file"
+
+
+def test_no_other_name_of_a_variable_wins_over_what_serve_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TETRARCH_GATEWAY_REDIS_URL", "unix:///nowhere/bus.sock")
+    monkeypatch.setenv("TETRARCH_GATEWAY_HOME", str(tmp_path / "other"))
+    monkeypatch.setenv("TETRARCH_ENGINE_REDIS_URL", "unix:///nowhere/else.sock")
+    monkeypatch.setenv("TETRARCH_ENGINE_ENGINE_ID", "other")
+    typed = ("--home", str(tmp_path), "--redis-url", "unix:///here/bus.sock", "--engine-id", "mine")
+    plan = plan_of(*serve_options(*typed))
+    with listen("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(plan, os.environ, lambda words: None, listener, 0)
+    environ = supervisor._engine.command.environ
+    engine = load(EngineSettings, "engine", file=None, environ=environ, flags={})
+    served = load(GatewaySettings, "gateway", file=None, environ=environ, flags={})
+    assert engine.redis_url == served.redis_url == "unix:///here/bus.sock"
+    assert (engine.engine_id, served.home) == ("mine", tmp_path)
+
+
+@pytest.mark.parametrize("source", ["flag", "file"])
+async def test_the_bus_takes_the_memory_limit_that_is_reported(home: Home, source: str) -> None:
+    file = home.folder / "settings.toml"
+    file.write_text("[gateway]\nbus_memory_bytes = 50331648\n")
+    given = ("--bus-memory-bytes", "50331648") if source == "flag" else ("--settings", str(file))
+    plan = plan_of(*serve_options("--home", str(home.folder), *given))
+    assert plan.settings.bus_memory_bytes == 50331648
+    reader, writer = os.pipe()
+    with listen("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(plan, os.environ, lambda words: None, listener, reader)
+        assert await supervisor._start_bus()
+        try:
+            found = await supervisor._on_bus(lambda client: client.config_get("maxmemory"))
+            assert found == {"maxmemory": "50331648"}
+        finally:
+            await supervisor._stop()
+            os.close(reader)
+            os.close(writer)
+
+
+KILLED = "import os; os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize(
+    ("script", "is_ours", "left"),
+    [
+        (KILLED, True, None),
+        (KILLED, False, b"8"),
+        ("raise SystemExit(1)", True, b"7"),
+        ("raise SystemExit(2)", False, b"8"),
+    ],
+    ids=["ours, killed", "another machine's, killed", "ours, ended", "another machine's, refused"],
+)
+async def test_the_lease_of_a_living_engine_elsewhere_is_left_alone(
+    home: Home, valkey: ValkeyServer, script: str, is_ours: bool, left: bytes | None
+) -> None:
+    key = engine_lease_key("twin")
+    told: list[str] = []
+    plan = Plan(GatewaySettings(redis_url=valkey.url), home, (), ("--engine-id", "twin"), None)
+    with listen("127.0.0.1", 0) as listener, valkey.client() as client:
+        supervisor = Supervisor(plan, os.environ, told.append, listener, 0)
+        take = f"import redis; redis.Redis.from_url({valkey.url!r}).set({key!r}, 7); " if is_ours else ""
+        supervisor._engine.command = command(home.folder, take + script)
+        if not is_ours:
+            client.set(key, 8)
+        keeper = supervisor._keep(supervisor._engine)
+        async with asyncio.timeout(20):
+            while not told:  # noqa: ASYNC110 - it tells that the child ended
+                await asyncio.sleep(0.01)
+        supervisor._stopping.set()
+        await keeper
+        assert client.get(key) == left
+
+
+async def test_a_child_that_nobody_keeps_running_any_more_stops_serve(home: Home) -> None:
+    told: list[str] = []
+    plan = Plan(GatewaySettings(), home, (), (), None)
+    with listen("127.0.0.1", 0) as listener:
+        supervisor = Supervisor(plan, os.environ, told.append, listener, 0)
+        supervisor._gateway.command = Command("gateway", ("/no/such/program",), {}, (), home.folder / "log")
+        await asyncio.wait({supervisor._keep(supervisor._gateway)})
+        await asyncio.sleep(0)
+    assert supervisor._stopping.is_set()
+    assert supervisor._code == 1
+    assert "FileNotFoundError" in told[0]
+
+
 def tetrarch(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gateway", *arguments],
@@ -196,3 +353,14 @@ def test_a_bad_setting_is_one_line() -> None:
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1
     assert "--port" in wrong.stderr
+
+
+def test_a_gateway_alone_refuses_a_bus_that_is_not_fit(own_valkey: ValkeyServer, tmp_path: Path) -> None:
+    """Before a password goes anywhere in clear, and before it serves from what forgets."""
+    with own_valkey.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    for url, remedy in (("redis://:secret@bus.example:6379", "rediss://"), (own_valkey.url, "noeviction")):
+        wrong = tetrarch("gateway", "--port", "0", "--home", str(tmp_path), "--redis-url", url)
+        assert wrong.returncode == 2, wrong.stderr
+        assert remedy in wrong.stderr.splitlines()[-1]
+        assert "secret" not in wrong.stderr

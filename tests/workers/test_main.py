@@ -5,11 +5,17 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 
+from tests.conftest import ValkeyServer
 from tests.models import make_model
+from tests.workers.test_bus import BUNDLE, INFO
 from workers.__main__ import main
+from workers.bus import Bus, check_bus
+from workers.messages import EngineStats
+from workers.settings import EngineSettings
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +58,57 @@ def test_a_bus_that_does_not_answer_is_1(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_a_bus_url_that_cannot_be_read_shows_no_password(capsys: pytest.CaptureFixture[str]) -> None:
-    code, error = refusal(capsys, "engine", "--redis-url", "redis://:secret@host:port")
+    code, error = refusal(capsys, "engine", "--redis-url", "redis://:secret@localhost:port")
     assert code == 1
     assert "secret" not in error
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [("redis://bus.example:6379", "rediss://"), ("rediss://bus.example:6379", "password")],
+)
+def test_a_bus_on_another_machine_needs_tls_and_a_password(
+    capsys: pytest.CaptureFixture[str], url: str, remedy: str
+) -> None:
+    code, error = refusal(capsys, "engine", "--redis-url", url)
+    assert code == 2
+    assert remedy in error
+
+
+def test_a_bus_that_evicts_is_2(capsys: pytest.CaptureFixture[str], own_valkey: ValkeyServer) -> None:
+    with own_valkey.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+    code, error = refusal(capsys, "engine", "--redis-url", own_valkey.url)
+    assert code == 2
+    assert "noeviction" in error
+
+
+def test_a_bus_without_persistence_is_told(own_valkey: ValkeyServer) -> None:
+    assert check_bus(own_valkey.url) == []
+    with own_valkey.client() as client:
+        client.config_set("appendonly", "no")
+    assert "appendonly yes" in check_bus(own_valkey.url)[0]
+
+
+def test_an_engine_id_in_use_is_2_and_names_the_flag(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, valkey: ValkeyServer
+) -> None:
+    def begin(settings: EngineSettings) -> int:
+        bus = Bus(settings.redis_url or "", msgspec.structs.replace(INFO, engine_id="twin"), BUNDLE, stats)
+        bus.begin()
+        return 0
+
+    def stats(incarnation: int) -> EngineStats:
+        return EngineStats(incarnation=incarnation, ready=True)
+
+    living = Bus(valkey.url, msgspec.structs.replace(INFO, engine_id="twin"), BUNDLE, stats)
+    living.begin()
+    monkeypatch.setattr("workers.process.run_engine", begin)  # without a model
+    code, error = refusal(capsys, "engine", "--redis-url", valkey.url)
+    living.close()
+    assert code == 2
+    assert "--engine-id" in error
+    assert "twin" in error
 
 
 def test_a_model_that_is_not_there_is_2(capsys: pytest.CaptureFixture[str]) -> None:

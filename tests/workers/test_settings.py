@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from metrics.hosts import machine_name
 from metrics.settings import SettingsError, add_flags, as_dict, given_flags
-from workers.settings import EngineSettings, default_engine_id, load_settings, supervisor_descriptor
+from workers.settings import EngineSettings, load_settings, supervisor_descriptor
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def parse(*arguments: str) -> EngineSettings:
 def test_the_defaults_serve_four_workers_at_8_bits() -> None:
     settings = parse()
     assert (settings.workers, settings.kvcache.bits, settings.kvcache.prefix_cache) == (4, "8", True)
-    assert settings.engine_id == default_engine_id()
+    assert settings.engine_id == machine_name()
 
 
 def test_the_flags_of_the_command() -> None:
@@ -97,6 +98,19 @@ def test_the_report_shows_no_password() -> None:
     report = as_dict(EngineSettings(redis_url="rediss://:word@host:6379"))
     assert "word" not in str(report)
     assert report["kvcache"] == {"bits": "8", "pool_tokens": None, "prefix_cache": True, "shared_reads": True}
+
+
+def test_this_machines_own_bus_is_for_an_engine_that_was_told_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TETRARCH_LOCAL_BUS", "unix:///local/bus.sock")
+    file = tmp_path / "settings.toml"
+    file.write_text("[engine]\nredis_url = 'unix:///from/file.sock'\n")
+    assert load_settings(None, {}).redis_url == "unix:///local/bus.sock"
+    assert load_settings(file, {}).redis_url == "unix:///from/file.sock"
+    assert load_settings(file, {"redis_url": "unix:///flag.sock"}).redis_url == "unix:///flag.sock"
+    monkeypatch.setenv("TETRARCH_REDIS_URL", "unix:///variable.sock")
+    assert load_settings(None, {}).redis_url == "unix:///variable.sock"
 
 
 def test_the_supervisors_pipe_comes_from_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
