@@ -110,6 +110,16 @@ class ValkeyServer:
             self._process.wait()
             self._process = None
 
+    def remember(self) -> None:
+        """Keeps a copy of the data as it is on disk now, for `roll_back`."""
+        shutil.rmtree(self.folder / "kept", ignore_errors=True)
+        shutil.copytree(self.folder / "appendonlydir", self.folder / "kept")
+
+    def roll_back(self) -> None:
+        """Puts the kept data back under a stopped server, as if the newest had not reached the disk."""
+        self.forget()
+        shutil.copytree(self.folder / "kept", self.folder / "appendonlydir")
+
     def forget(self) -> None:
         """Removes all data of a stopped server, as a lost disk would."""
         shutil.rmtree(self.folder / "appendonlydir", ignore_errors=True)

@@ -36,7 +36,6 @@ class Entry:
     key: TurnKey
     sequence: int
     payload: bytes
-    created: float
     inbox_ids: tuple[bytes, ...] = ()
 
     @property
@@ -94,7 +93,7 @@ class Backlog:
             return
         self._let_through(key, turn, now)
         inbox_ids = tuple(turn.inbox_ids) if isinstance(event, TurnEnd) else ()
-        self._append(key, turn, event, now, inbox_ids)
+        self._append(key, turn, event, inbox_ids)
 
     def take(self, now: float) -> list[Entry]:
         """The next entries to send, oldest first. They stay until `settle` or `cut`."""
@@ -124,8 +123,13 @@ class Backlog:
         while self._sent and now - self._sent[0][0] > RESEND_SECONDS:
             self._sent.popleft()
 
+    @property
+    def has_sent(self) -> bool:
+        """There is something to replay."""
+        return bool(self._sent)
+
     def replay(self) -> None:
-        """The connection broke: what was sent lately goes out again, in order, before what waits."""
+        """The bus may have restarted: what was sent lately goes out again, in order, before what waits."""
         for _, entry in reversed(self._sent):
             self._unsent.appendleft(entry)
             self.num_bytes += len(entry.payload)
@@ -157,13 +161,11 @@ class Backlog:
         if turn.held:
             held, turn.held = turn.held, []
             turn.tokens_at = now
-            self._append(key, turn, _joined(held), now, ())
+            self._append(key, turn, _joined(held))
 
-    def _append(
-        self, key: TurnKey, turn: _Turn, event: Event, now: float, inbox_ids: tuple[bytes, ...]
-    ) -> None:
+    def _append(self, key: TurnKey, turn: _Turn, event: Event, inbox_ids: tuple[bytes, ...] = ()) -> None:
         turn.sequence += 1
-        entry = Entry(key, turn.sequence, encode(event), now, inbox_ids)
+        entry = Entry(key, turn.sequence, encode(event), inbox_ids)
         self._unsent.append(entry)
         self.num_bytes += len(entry.payload)
 

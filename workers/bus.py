@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import structlog
 from redis import Redis
 from redis.backoff import NoBackoff
+from redis.connection import Connection
 from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
@@ -23,7 +25,7 @@ from metrics.settings import mask
 
 from .backlog import TurnKey
 from .errors import BusError, SettingsError
-from .inbox import Deliveries, Inbox
+from .inbox import BLOCK_SECONDS, Deliveries, Inbox
 from .lease import Identity, Lease, next_incarnation, wait_until_free
 from .messages import Cancel, EngineInfo, EngineStats, Failed, ToEngine, TokenizerBundle, inbox_key
 from .outbox import Outbox
@@ -63,12 +65,13 @@ class Bus:
         bundle: TokenizerBundle,
         stats: Callable[[int], EngineStats],
     ) -> None:
+        self._url = url
         self._commands = connect(url, COMMAND_SECONDS)
-        self._reads = connect(url, None)
         self._info = info
         self._bundle = bundle
         self._stats = stats
         self._stopping = threading.Event()
+        self._broken = ""  # the thread that was the first to break
         self._current: _Incarnation | None = None
         self._previous_number = 0
 
@@ -100,8 +103,17 @@ class Bus:
         return self._current is not None and self._current.lease.is_lost
 
     def receive(self, seconds: float | None) -> list[ToEngine]:
-        """All messages that are there; waits up to `seconds` (None: for ever) for the first, or a wake."""
+        """All messages that are there; waits up to `seconds` (None: for ever) for the first, or a wake.
+
+        Raises BusError when one of the bus's threads broke.
+        """
         deliveries = self._living().deliveries
+        messages = self._received(deliveries, seconds)
+        if self._broken:
+            raise BusError(f"the engine's {self._broken} thread broke; its log says why")
+        return messages
+
+    def _received(self, deliveries: Deliveries, seconds: float | None) -> list[ToEngine]:
         messages: list[ToEngine] = []
         try:
             first = deliveries.get(timeout=seconds) if seconds != 0 else deliveries.get_nowait()
@@ -121,7 +133,7 @@ class Bus:
     def wait_for_room(self) -> None:
         """A step border's pause while too much is kept back for a lost bus."""
         outbox = self._living().outbox
-        outbox.wait_for_room(lambda: self.is_lost or self._stopping.is_set())
+        outbox.wait_for_room(lambda: self.is_lost or self._stopping.is_set() or bool(self._broken))
 
     def fail_open_turns(self, error: str, message: str) -> None:
         """Ends every turn that the engine will not end itself; each may be sent again."""
@@ -172,9 +184,28 @@ class Bus:
         def on_refused(key: TurnKey) -> None:
             deliveries.put(Cancel(run_id=key.run_id, attempt=key.attempt))
 
-        lease = Lease(self._commands, identity, on_beat=on_beat)
-        outbox = Outbox(self._commands, info.engine_id, may_write=lease.is_fresh, on_refused=on_refused)
-        inbox = Inbox(self._reads, info, outbox, deliveries)
+        def on_broken(name: str) -> None:
+            self._broken = self._broken or name
+            outbox.wake()
+            deliveries.put(None)
+
+        lease = Lease(
+            self._commands,
+            identity,
+            on_beat=on_beat,
+            on_restart=lambda: outbox.replay(),
+            on_broken=on_broken,
+        )
+        outbox = Outbox(
+            self._commands,
+            lambda on_connect: connect(self._url, COMMAND_SECONDS, on_connect=on_connect),
+            info.engine_id,
+            may_write=lease.is_fresh,
+            on_refused=on_refused,
+            on_broken=on_broken,
+        )
+        reads = connect(self._url, BLOCK_SECONDS + COMMAND_SECONDS)
+        inbox = Inbox(reads, info, outbox, deliveries, on_broken=on_broken)
         return _Incarnation(info.incarnation, lease, inbox, outbox, deliveries)
 
     def _living(self) -> _Incarnation:
@@ -215,9 +246,20 @@ def _unusable(error: Exception) -> BusError:
     return BusError(f"the bus cannot be used: {error}; is it running, and is its URL right?")
 
 
-def connect(url: str, timeout_seconds: float | None) -> Redis:
-    """A client that never retries: who sends knows what may be sent twice. No timeout: for blocking reads."""
-    options = {} if url.startswith("unix:") else {"socket_keepalive": True}
+def connect(url: str, timeout_seconds: float, *, on_connect: Callable[[], None] | None = None) -> Redis:
+    """A client that never retries: who sends knows what may be sent twice.
+
+    `on_connect` is called at each connection before it is used; a RedisError from there closes it again.
+    """
+    options: dict[str, Any] = {} if url.startswith("unix:") else {"socket_keepalive": True}
+    if on_connect is not None:
+        hear = on_connect
+
+        def greet(connection: Connection) -> None:
+            connection.on_connect()  # type: ignore[no-untyped-call]
+            hear()
+
+        options["redis_connect_func"] = greet
     try:
         return Redis.from_url(
             url,

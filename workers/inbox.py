@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -29,8 +30,9 @@ from .messages import (
     inbox_key,
 )
 from .outbox import Outbox
+from .threads import watched_thread
 
-BLOCK_MILLISECONDS = 1000
+BLOCK_SECONDS = 1.0
 _BATCH_MESSAGES = 64
 _RETRY_SECONDS = 0.2
 
@@ -56,16 +58,24 @@ Deliveries = queue.SimpleQueue[ToEngine | None]
 
 
 class Inbox:
-    """One incarnation's reader. Its client must allow blocking reads (no socket timeout)."""
+    """One incarnation's reader, which closes its client; that one must wait for longer than BLOCK_SECONDS."""
 
-    def __init__(self, client: Redis, info: EngineInfo, outbox: Outbox, deliveries: Deliveries) -> None:
+    def __init__(
+        self,
+        client: Redis,
+        info: EngineInfo,
+        outbox: Outbox,
+        deliveries: Deliveries,
+        *,
+        on_broken: Callable[[str], None],
+    ) -> None:
         self._client = client
         self._info = info
         self._outbox = outbox
         self._deliveries = deliveries
         self._key = inbox_key(info.engine_id)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self._thread = watched_thread("inbox", self._run, on_broken)
 
     def start(self) -> None:
         """Begins to read."""
@@ -76,11 +86,15 @@ class Inbox:
         self._closed.set()
 
     def _run(self) -> None:
+        with self._client:
+            self._read_on()
+
+    def _read_on(self) -> None:
         last_id = b"0"
         while not self._closed.is_set():
             try:
                 reply: Any = self._client.xread(
-                    {self._key: last_id}, count=_BATCH_MESSAGES, block=BLOCK_MILLISECONDS
+                    {self._key: last_id}, count=_BATCH_MESSAGES, block=int(1000 * BLOCK_SECONDS)
                 )
             except (RedisError, OSError):
                 self._closed.wait(_RETRY_SECONDS)  # the lease's thread tells of a lost bus

@@ -28,6 +28,7 @@ from .messages import (
     engine_lease_key,
     tokenizer_key,
 )
+from .threads import watched_thread
 
 BEAT_SECONDS = 1.0
 SUSPENDED_SECONDS = LEASE_SECONDS + 5.0
@@ -78,22 +79,38 @@ def next_incarnation(client: Redis, engine_id: str, previous: int) -> int:
 
 
 class Lease:
-    """Taken once, then renewed until it is lost or given back. `on_beat` is called after each renewal."""
+    """Taken once, then renewed until it is lost or given back. `on_beat` is called after each renewal.
 
-    def __init__(self, client: Redis, identity: Identity, *, on_beat: Callable[[], None]) -> None:
+    `on_restart` hears that the bus's server is another process than before, which may have forgotten the
+    last seconds; `on_broken`, that the thread ended by an error of its own.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        identity: Identity,
+        *,
+        on_beat: Callable[[], None],
+        on_restart: Callable[[], None],
+        on_broken: Callable[[str], None],
+    ) -> None:
         self._client = client
         self._identity = identity
         self._on_beat = on_beat
+        self._on_restart = on_restart
         self._key = engine_lease_key(identity.engine_id)
         self._value = str(identity.incarnation).encode()
         self._renewed = _Instant.now()
         self._bus_failed = False
+        self._server = ""  # the run id of its process
+        self._has_restarted = False  # and nobody was told yet
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self._thread = watched_thread("lease", self._run, on_broken)
         self.is_lost = False
 
     def take(self) -> None:
         """Publishes the identity, takes the lease and renews it from now on. Raises EngineIdInUse."""
+        self._server = self._server_now()
         if not self._taken():
             raise _in_use(self._identity.engine_id)
         self._thread.start()
@@ -124,15 +141,30 @@ class Lease:
             suspended = last.age() > SUSPENDED_SECONDS
             last = _Instant.now()
             try:
+                self._look_for_restart()
                 self._beat(suspended=suspended)
             except (RedisError, OSError) as error:
                 if not self._bus_failed:
                     log.warning("the bus does not answer; events are kept back", error=str(error))
                 self._bus_failed = True
                 continue
+            if self._has_restarted and not self.is_lost:
+                self._on_restart()
+            self._has_restarted = False
             self._on_beat()
             if self.is_lost:
                 return
+
+    def _look_for_restart(self) -> None:
+        """A restart between two beats breaks no command: a client connects again without a word."""
+        server = self._server_now()
+        if server != self._server:
+            log.warning("the bus has restarted")
+            self._server = server
+            self._bus_failed = self._has_restarted = True
+
+    def _server_now(self) -> str:
+        return str(dict(self._client.info("server")).get("run_id", ""))
 
     def _beat(self, *, suspended: bool) -> None:
         started = _Instant.now()

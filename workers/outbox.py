@@ -12,12 +12,14 @@ from typing import Any
 
 import structlog
 from redis import Redis
+from redis.exceptions import ConnectionError as BusConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from metrics.logs import about_run
 
 from .backlog import Backlog, Entry, TurnKey
 from .messages import EVENT_FIELD, Event, inbox_key, run_events_key
+from .threads import watched_thread
 
 BUFFER_SECONDS = 10.0
 BUFFER_BYTES = 16 << 20
@@ -31,17 +33,23 @@ log = structlog.get_logger(__name__)
 
 
 class Outbox:
-    """`may_write` tells whether the lease holds; `on_refused` hears of turns that the bus has fenced."""
+    """`may_write` tells whether the lease holds; `on_refused` hears of turns that the bus has fenced.
+
+    `writer` makes the client of the thread that writes; it calls the function it is given at each connection.
+    """
 
     def __init__(
         self,
         client: Redis,
+        writer: Callable[[Callable[[], None]], Redis],
         engine_id: str,
         *,
         may_write: Callable[[], bool],
         on_refused: Callable[[TurnKey], None],
+        on_broken: Callable[[str], None],
     ) -> None:
         self._client = client
+        self._writer = writer(self._on_connect)
         self._inbox_key = inbox_key(engine_id)
         self._may_write = may_write
         self._on_refused = on_refused
@@ -50,7 +58,7 @@ class Outbox:
         self._stalled_since: float | None = None
         self._is_closing = False
         self._is_abandoned = False
-        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread = watched_thread("outbox", self._run, on_broken)
 
     def start(self) -> None:
         """Begins to write."""
@@ -103,6 +111,18 @@ class Outbox:
             self._is_abandoned = True
             self._changed.notify_all()
 
+    def replay(self) -> None:
+        """The bus has restarted and may have forgotten what it acknowledged: writes that again."""
+        with self._changed:
+            self._backlog.replay()
+            self._changed.notify_all()
+
+    def _on_connect(self) -> None:
+        """A new connection may lead to a restarted bus: before a later event goes there, the last ones do."""
+        with self._changed:
+            if self._backlog.has_sent:
+                raise BusConnectionError("the connection is new: the last events go out again first")
+
     def _has_room(self) -> bool:
         if self._stalled_since is None or self._is_abandoned:
             return True
@@ -110,13 +130,14 @@ class Outbox:
         return not is_late and self._backlog.num_bytes < BUFFER_BYTES
 
     def _run(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            try:
-                refused = self._write(batch)
-            except (RedisError, OSError) as error:
-                self._keep_back(str(error))
-            else:
-                self._settle(batch, refused)
+        with self._writer:
+            while (batch := self._next_batch()) is not None:
+                try:
+                    refused = self._write(batch)
+                except (RedisError, OSError) as error:
+                    self._keep_back(str(error))
+                else:
+                    self._settle(batch, refused)
 
     def _next_batch(self) -> list[Entry] | None:
         """Waits for entries that may be written; None at the end."""
@@ -138,7 +159,7 @@ class Outbox:
 
         Returns the turns that the bus refuses. Raises RedisError: send all of it again.
         """
-        with self._client.pipeline(transaction=True) as pipeline:
+        with self._writer.pipeline(transaction=True) as pipeline:
             for entry in batch:
                 stream = run_events_key(entry.key.run_id)
                 pipeline.xadd(stream, {EVENT_FIELD: entry.payload}, id=entry.id, nomkstream=True)
@@ -151,7 +172,7 @@ class Outbox:
             else:
                 finished.extend(entry.inbox_ids)
         if finished:
-            self._client.xdel(self._inbox_key, *finished)
+            self._writer.xdel(self._inbox_key, *finished)
         return refused
 
     def _is_in_stream(self, entry: Entry, reply: object) -> bool:
@@ -162,7 +183,7 @@ class Outbox:
                 log.error("the bus refused an event", error=str(reply))
             return False
         # Written by an earlier try whose answer was lost, or the gateway's verdict came before it.
-        found: Any = self._client.xrange(run_events_key(entry.key.run_id), min=entry.id, max=entry.id)
+        found: Any = self._writer.xrange(run_events_key(entry.key.run_id), min=entry.id, max=entry.id)
         return bool(found) and found[0][1] == {EVENT_FIELD: entry.payload}
 
     def _keep_back(self, error: str) -> None:

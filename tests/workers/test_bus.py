@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 import time
@@ -10,11 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 from redis import Redis
+from structlog.testing import capture_logs
 
 from tests.conftest import Logged, ValkeyServer
 from tests.cutting_proxy import cutting_proxy
-from workers.bus import Bus
+from workers.backlog import TurnKey
+from workers.bus import COMMAND_SECONDS, Bus, connect
 from workers.errors import BusError
+from workers.inbox import BLOCK_SECONDS
 from workers.messages import (
     ENGINES_KEY,
     EVENT_FIELD,
@@ -51,6 +55,7 @@ from workers.messages import (
     run_events_key,
     tokenizer_key,
 )
+from workers.outbox import Outbox
 from workers.turn import TurnEvent
 
 BUNDLE = TokenizerBundle(tokenizer_json=b"{}", chat_template="")
@@ -475,6 +480,99 @@ def test_a_bus_killed_and_restarted_loses_no_event(own_valkey: ValkeyServer) -> 
         wait_for(lambda: desk.num_inbox_entries() == 0)
         assert not bus.is_lost
         assert desk.incarnation() == 1
+
+
+def test_events_acknowledged_and_lost_while_the_engine_was_idle_come_back(own_valkey: ValkeyServer) -> None:
+    with running(own_valkey) as (bus, desk):
+        desk.dispatch("run-1", incarnation=1)
+        receive(bus)
+        own_valkey.remember()
+        bus.send([told("run-1", STARTED), told("run-1", tokens("a")), told("run-1", END)])
+        wait_for(lambda: desk.num_inbox_entries() == 0)
+        own_valkey.kill()
+        own_valkey.roll_back()
+        own_valkey.start()
+        wait_for(lambda: list(desk.events("run-1").values()) == [STARTED, tokens("a"), END])
+        wait_for(lambda: desk.num_inbox_entries() == 0)
+        assert not bus.is_lost
+        desk.dispatch("run-2", incarnation=1)
+        assert isinstance(receive(bus), Submit)
+
+
+def test_a_later_event_does_not_overtake_those_that_a_restart_lost(own_valkey: ValkeyServer) -> None:
+    """Written at once, before anything can have noticed the restart but the connection itself."""
+    with running(own_valkey) as (bus, desk):
+        desk.dispatch("run-1", incarnation=1)
+        receive(bus)
+        own_valkey.remember()
+        bus.send([told("run-1", STARTED), told("run-1", tokens("a"))])
+        wait_for(lambda: desk.text("run-1") == "a")
+        own_valkey.kill()
+        own_valkey.roll_back()
+        own_valkey.start()
+        bus.send([told("run-1", tokens("b")), told("run-1", END)])
+        wait_for(lambda: END in desk.events("run-1").values())
+        assert list(desk.events("run-1").values()) == [STARTED, tokens("a"), tokens("b"), END]
+        assert bus.receive(0) == [], "nothing was fenced"
+
+
+def test_a_thread_that_breaks_ends_the_engine_with_its_name(valkey: ValkeyServer) -> None:
+    num_calls = 0
+
+    def breaking_stats(incarnation: int) -> EngineStats:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > 1:
+            raise TypeError("a bug")
+        return stats(incarnation)
+
+    bus = Bus(valkey.url, INFO, BUNDLE, breaking_stats)
+    bus.begin()
+    with capture_logs() as lines, pytest.raises(BusError, match="lease thread broke"):
+        bus.receive(None)
+    assert [(line["thread"], line["exc_info"]) for line in lines if line["log_level"] == "error"] == [
+        ("lease", True)
+    ]
+    with pytest.raises(BusError, match="lease thread broke"):
+        bus.receive(0)
+    bus.wait_for_room()
+    num_calls = -10
+    bus.close()
+
+
+def test_a_broken_outbox_is_told(own_valkey: ValkeyServer) -> None:
+    broken: queue.Queue[str] = queue.Queue()
+
+    def may_write() -> bool:
+        raise LookupError("a bug")
+
+    with own_valkey.client() as client:
+        outbox = Outbox(
+            client,
+            lambda on_connect: connect(own_valkey.url, 2.0, on_connect=on_connect),
+            "left",
+            may_write=may_write,
+            on_refused=lambda key: None,
+            on_broken=broken.put,
+        )
+        outbox.start()
+        outbox.open(TurnKey("run-1", 1), b"1-0")
+        outbox.post(TurnKey("run-1", 1), STARTED)
+        assert broken.get(timeout=5) == "outbox"
+
+
+def test_a_blocking_read_without_an_answer_is_given_up(own_valkey: ValkeyServer) -> None:
+    with running(own_valkey) as (_, desk):
+
+        def readers() -> set[str]:
+            return {client["id"] for client in desk.client.client_list() if client["cmd"] == "xread"}
+
+        wait_for(readers)
+        before = readers()
+        own_valkey.signal(signal.SIGSTOP)
+        time.sleep(BLOCK_SECONDS + COMMAND_SECONDS + 0.3)
+        own_valkey.signal(signal.SIGCONT)
+        wait_for(lambda: readers() - before)
 
 
 def test_a_retried_write_is_harmless(own_valkey: ValkeyServer) -> None:
