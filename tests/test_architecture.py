@@ -35,6 +35,7 @@ PURE = [
     "gateway/event_ids.py",
     "gateway/router.py",
     "gateway/run_state.py",
+    "metrics/bus_rules.py",
     "metrics/quantiles.py",
 ]
 IMPURE = {"mlx", "asyncio", "redis", "aiohttp", "threading", "time"}
