@@ -71,6 +71,7 @@ def load_parts(settings: EngineSettings) -> Parts:
     blas = load_blas()
     import mlx.core as mx
 
+    from .linear import KERNEL_ROWS
     from .model import load
 
     loaded = load(settings, progress=log.info)
@@ -82,7 +83,7 @@ def load_parts(settings: EngineSettings) -> Parts:
         cache,
         _rules(loaded),
         num_workers=settings.workers,
-        limits=PaceLimits(step_seconds=chunk_seconds),
+        limits=PaceLimits(step_seconds=chunk_seconds, row_multiple=1 if is_gpu else KERNEL_ROWS),
     )
     info = describe(loaded, settings, blas=blas, chunk_seconds=chunk_seconds)
 
