@@ -28,7 +28,7 @@ RESEND_SECONDS = 8.0
 MAX_RESENT = 1
 """A turn that was on a lost engine goes to another once: it may have been what killed the first."""
 ORPHAN_SECONDS = 30.0
-"""How long an attached run outlives its gateway for a client that resumes it."""
+"""How long a run outlives its gateway for a client that resumes it."""
 ATTEND_SECONDS = 3 * SWEEP_SECONDS
 """How long a gateway stands in for a dead one after it last said so."""
 CANCEL_SECONDS = 30.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import traceback
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,6 +19,7 @@ from metrics.hosts import LOOPBACK_HOSTS
 from .errors import GatewayError
 from .state import STATE
 from .stream import RUN_KEY, STREAM_KEY, TENANT_KEY, SseStream, json_response
+from .tasks import kind_and_place
 from .tokens import Token, TokenError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -207,13 +207,7 @@ def _from_http(request: web.Request, answer: web.HTTPException) -> GatewayError:
 def _incident(error: Exception) -> GatewayError:
     """Logged by place and type only: an exception's text may hold a prompt."""
     number = uuid.uuid4().hex[:12]
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    log.error(
-        "incident",
-        incident=number,
-        exception=type(error).__name__,
-        frames=[f"{frame.filename.rsplit('/', 2)[-1]}:{frame.lineno}:{frame.name}" for frame in frames],
-    )
+    log.error("incident", incident=number, **kind_and_place(error))
     return GatewayError(
         "internal_error", f"Something went wrong here (incident {number}); the log names the place."
     )

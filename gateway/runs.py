@@ -228,7 +228,7 @@ class Runs:
             log.info("run_not_cleared")  # the caretaker finds it ended
 
     async def stop(self, grace_seconds: float) -> None:
-        """Takes no more runs, gives the open ones a moment, then ends the attached ones with an error."""
+        """Takes no more runs, gives the open ones a moment, then ends its own with an error."""
         self._stopping = True
         await self._wait_for_ends(grace_seconds)
         with contextlib.suppress(TimeoutError):  # the bus may be away

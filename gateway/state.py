@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from aiohttp import web
 
@@ -18,6 +17,7 @@ from .places import Reservation
 from .prompts import PromptLibrary
 from .runs import Order, Runs
 from .settings import GatewaySettings
+from .tasks import Tasks
 from .tokens import TokenStore
 
 
@@ -27,7 +27,7 @@ class Followers:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._counts: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def start(self, order: Order, place: Reservation) -> str:
         """`Runs.start`, which a leaving client cannot tear in two: its run is cancelled once it has an id."""
@@ -35,7 +35,7 @@ class Followers:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            self._spawn(self._cancel_started(starting))
+            self._tasks.spawn(self._cancel_started(starting))
             raise
 
     def join(self, run_id: str) -> None:
@@ -49,11 +49,11 @@ class Followers:
             return
         del self._counts[run_id]
         if cancel:
-            self._spawn(self._cancel(run_id))
+            self._tasks.spawn(self._cancel(run_id))
 
     async def close(self) -> None:
         """Waits for cancels on their way."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.finish()
 
     async def _cancel_started(self, starting: asyncio.Future[str]) -> None:
         with contextlib.suppress(GatewayError):
@@ -62,11 +62,6 @@ class Followers:
     async def _cancel(self, run_id: str) -> None:
         with contextlib.suppress(GatewayError):
             await self._runs.cancel(run_id)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,11 @@ class Tasks:
         self._tasks.add(task)
         return task
 
+    async def finish(self) -> None:
+        """Waits for the ends that they come to by themselves."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
     async def end(self) -> None:
         """Cancels all and waits for their ends."""
         await end_tasks(self._tasks)
