@@ -128,7 +128,9 @@ class Supervisor:
         bus = (*python, "gateway", "bus-guard", *plan.gateway_arguments)
         self._bus = self._child("bus", bus, base, (pipe,))
         engine = (*python, "workers", "engine", *plan.engine_arguments)
-        self._engine = self._child("engine", engine, base, (pipe,))
+        bus_bytes = 0 if plan.settings.redis_url else plan.settings.bus_memory_bytes
+        counted = {"TETRARCH_ENGINE_BUS_BYTES": str(bus_bytes)}  # for the engine's account of memory
+        self._engine = self._child("engine", engine, base | counted, (pipe,))
         gateway = (*python, "gateway", "gateway", *plan.gateway_arguments)
         self._gateway = self._child("gateway", gateway, base, (pipe, listener.fileno()))
         self._gateway.is_talkative = self._bus.is_talkative = False

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .errors import ModelError
 from .fetch import Survey, cache_dir, model_name, survey_model
-from .ledger import MemoryRequest, ModelShape, choose_weights, mebibytes, plan_memory, shape_of
+from .ledger import MemoryRequest, ModelShape, mebibytes, plan_memory, request_of, shape_of
 from .machine import describe_device, load_blas, memory_limit_bytes
 from .settings import EngineSettings
 
@@ -55,8 +55,8 @@ def _version(package: str) -> str:
 
 
 def _model_lines(settings: EngineSettings, survey: Survey, limit: int) -> Iterator[str]:
-    shape = _shape(survey)
-    request = _request(settings, shape, limit)
+    shape = shape_of(survey.config, survey.native_bytes)
+    request = request_of(settings, shape, limit, is_cpu=not mx.metal.is_available())
     yield (
         f"model     {model_name(settings.model)}: {survey.config['model_type']}, {shape.num_layers} layers, "
         f"{shape.num_parameters / 1e6:,.0f} M parameters, context {shape.context_length:,}"
@@ -65,25 +65,6 @@ def _model_lines(settings: EngineSettings, survey: Survey, limit: int) -> Iterat
     yield ""
     for flags, variant in _variants(request, shape):
         yield f"{flags:<24}{_verdict(shape, variant, limit)}"
-
-
-def _shape(survey: Survey) -> ModelShape:
-    shape = shape_of(survey.config, survey.native_bytes)
-    kind = str(survey.config.get("torch_dtype") or survey.config.get("dtype") or "")
-    return dataclasses.replace(shape, compute_bytes=4) if kind == "float32" else shape
-
-
-def _request(settings: EngineSettings, shape: ModelShape, limit: int) -> MemoryRequest:
-    request = MemoryRequest(
-        workers=settings.workers,
-        context=settings.context,
-        kv_bits=settings.kvcache.bits,
-        pool_tokens=settings.kvcache.pool_tokens,
-        weights="fp32" if settings.weights == "fp32" else "native",
-    )
-    if settings.weights == "auto" and not mx.metal.is_available():
-        return dataclasses.replace(request, weights=choose_weights(shape, request, limit))
-    return request
 
 
 def _plan_lines(shape: ModelShape, request: MemoryRequest, limit: int) -> Iterator[str]:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 from kvcache.settings import PAGE_TOKENS, KVBits
 
 from .errors import DoesNotFit, UnsupportedModel
+from .settings import EngineSettings
 
 MEBIBYTE = 2**20
 BUS_BYTES = 256 * MEBIBYTE
-"""The embedded bus's maxmemory."""
+"""The embedded bus's usual maxmemory."""
 
 _PROCESS_BYTES = 350 * MEBIBYTE  # interpreters and libraries of engine and gateway, tokenizer included
 _USABLE_PERCENT = 90  # of the limit; the rest is the system's and the allocators' rounding
@@ -77,6 +78,7 @@ class Ledger:
     weights: HeldWeights
     scratch_bytes: int
     wired_bytes: int  # weights and pool
+    bus_bytes: int
     notes: tuple[str, ...] = ()  # what was made smaller than asked or usual
 
     @property
@@ -113,7 +115,32 @@ def shape_of(config: Mapping[str, Any], native_bytes: int) -> ModelShape:
         context_length=config.get("max_position_embeddings") or 32768,
         num_parameters=layers * layer + vocabulary * hidden * (1 if tied else 2) + hidden,
         native_bytes=native_bytes,
+        compute_bytes=4 if (config.get("torch_dtype") or config.get("dtype")) == "float32" else 2,
     )
+
+
+def request_of(
+    settings: EngineSettings, shape: ModelShape, limit_bytes: int, *, is_cpu: bool
+) -> MemoryRequest:
+    """What the settings ask for; `auto` weights are fp32 on a CPU where those fit, else native."""
+    request = MemoryRequest(
+        workers=settings.workers,
+        context=settings.context,
+        kv_bits=settings.kvcache.bits,
+        pool_tokens=settings.kvcache.pool_tokens,
+        weights="fp32" if settings.weights == "fp32" else "native",
+        bus_bytes=_bus_bytes(settings),
+    )
+    if settings.weights == "auto" and is_cpu:
+        return dataclasses.replace(request, weights=choose_weights(shape, request, limit_bytes))
+    return request
+
+
+def _bus_bytes(settings: EngineSettings) -> int:
+    if settings.bus_bytes is not None:
+        return settings.bus_bytes
+    is_here = settings.redis_url is None or settings.redis_url.startswith("unix:")
+    return BUS_BYTES if is_here else 0
 
 
 def kv_bytes_per_token(shape: ModelShape, request: MemoryRequest) -> int:
@@ -208,6 +235,7 @@ def _plan(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> Ledger
         weights=request.weights,
         scratch_bytes=others[0].num_bytes,
         wired_bytes=weights.num_bytes + pool_item.num_bytes,
+        bus_bytes=request.bus_bytes,
         notes=_notes(shape, request, context, num_tokens),
     )
 

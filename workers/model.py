@@ -26,7 +26,7 @@ from .errors import ModelError
 from .families import rope_overrides
 from .fetch import Progress, cache_dir, model_name, resolve_model, silent
 from .folder import check_folder, read_json
-from .ledger import Ledger, MemoryRequest, ModelShape, choose_weights, plan_memory, shape_of
+from .ledger import Ledger, plan_memory, request_of, shape_of
 from .linear import is_quick, quicken
 from .machine import memory_limit_bytes
 from .messages import KVFacts, TokenizerBundle, encode
@@ -104,8 +104,7 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, Tok
         raise ModelError(f"{path}: not a tokenizer that works here ({error})") from None
     settings_path = folder / "tokenizer_config.json"
     settings = read_json(settings_path) if settings_path.exists() else {}
-    special = {name: _content(value) for name, value in settings.items() if name.endswith("_token")}
-    special = {name: value for name, value in special.items() if value}
+    special = _special_tokens(settings, tokenizer)
     bos = tokenizer.token_to_id(special.get("bos_token", ""))
     bundle = TokenizerBundle(
         tokenizer_json=text.encode(),
@@ -129,21 +128,9 @@ def _load_lazily(folder: Path, config: dict[str, Any]) -> nn.Module:
 def _plan(settings: EngineSettings, config: dict[str, Any], folder: Path, model: nn.Module) -> Ledger:
     native_bytes = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     shape = dataclasses.replace(shape_of(config, native_bytes), compute_bytes=_compute_dtype(model).size)
-    request = MemoryRequest(
-        workers=settings.workers,
-        context=settings.context,
-        kv_bits=settings.kvcache.bits,
-        pool_tokens=settings.kvcache.pool_tokens,
-        weights="fp32" if settings.weights == "fp32" else "native",
-    )
     limit = settings.memory_bytes or memory_limit_bytes()
-    if settings.weights == "auto" and not mx.metal.is_available():
-        request = _fastest_on_cpu(shape, request, limit)
+    request = request_of(settings, shape, limit, is_cpu=not mx.metal.is_available())
     return plan_memory(shape, request, limit)
-
-
-def _fastest_on_cpu(shape: ModelShape, request: MemoryRequest, limit: int) -> MemoryRequest:
-    return dataclasses.replace(request, weights=choose_weights(shape, request, limit))
 
 
 def _make_pools(settings: EngineSettings, model: nn.Module, ledger: Ledger) -> Pools:
@@ -211,9 +198,17 @@ def _eos_token_ids(
     return tuple(sorted(token_id for token_id in found if token_id is not None))
 
 
-def _content(value: Any) -> str:
-    """A special token is written as text or as an object with its text in `content`."""
-    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+def _special_tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    """Texts of `bos_token` and its like, each written as text or as an object with its text in `content`.
+
+    `add_bos_token` and other switches end in the same word, and some folders name tokens that they lack.
+    """
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str) and tokenizer.token_to_id(text) is not None:
+            found[name] = text
+    return found
 
 
 def _fingerprint(folder: Path) -> str:

@@ -20,7 +20,7 @@ class PaceLimits:
     """Bounds of a prefill chunk. Equal row bounds make a fixed chunk grid."""
 
     step_seconds: float = 0.12  # of a step that decodes too; 0.3 suits a GPU
-    chunk_seconds: float = 1.0  # of a step that only prefills: a cancel waits that long
+    idle_step_seconds: float = 1.0  # of a step that only prefills: a cancel waits that long
     min_rows: int = 32  # while others decode, whatever the budget says
     min_idle_rows: int = 128  # while nobody does
     max_rows: int = 2048
@@ -62,7 +62,7 @@ class Pace:
         limits = self.limits
         if self._row_seconds is None:
             return 0
-        budget = limits.step_seconds if num_decoding else limits.chunk_seconds
+        budget = limits.step_seconds if num_decoding else limits.idle_step_seconds
         return int((budget - (self._base_seconds or 0.0)) / self._row_seconds)
 
     def _aligned(self, num_rows: int, num_decoding: int) -> int:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 STOP_PATIENCE_SECONDS = 10.0
 """A step in flight ends well before; one that does not is left with exit code 1."""
 
-CPU_CHUNK_SECONDS = 0.12
-GPU_CHUNK_SECONDS = 0.3
+CPU_STEP_SECONDS = 0.12
+GPU_STEP_SECONDS = 0.3
 
 log = structlog.get_logger(__name__)
 
@@ -76,16 +76,16 @@ def load_parts(settings: EngineSettings) -> Parts:
 
     loaded = load(settings, progress=log.info)
     is_gpu = mx.metal.is_available()
-    chunk_seconds = settings.chunk_seconds or (GPU_CHUNK_SECONDS if is_gpu else CPU_CHUNK_SECONDS)
+    step_seconds = settings.step_seconds or (GPU_STEP_SECONDS if is_gpu else CPU_STEP_SECONDS)
     cache = Cache(loaded.kv.num_pages, keep_prefixes=settings.kvcache.prefix_cache)
     engine = Engine(
         loaded.runner,
         cache,
         _rules(loaded),
         num_workers=settings.workers,
-        limits=PaceLimits(step_seconds=chunk_seconds, row_multiple=1 if is_gpu else KERNEL_ROWS),
+        limits=PaceLimits(step_seconds=step_seconds, row_multiple=1 if is_gpu else KERNEL_ROWS),
     )
-    info = describe(loaded, settings, blas=blas, chunk_seconds=chunk_seconds)
+    info = describe(loaded, settings, blas=blas, step_seconds=step_seconds)
 
     def memory() -> Memory:
         return Memory(mx.get_active_memory(), mx.get_peak_memory())
@@ -93,7 +93,7 @@ def load_parts(settings: EngineSettings) -> Parts:
     return Parts(engine=engine, info=info, bundle=loaded.bundle, memory=memory)
 
 
-def describe(loaded: Loaded, settings: EngineSettings, *, blas: str, chunk_seconds: float) -> EngineInfo:
+def describe(loaded: Loaded, settings: EngineSettings, *, blas: str, step_seconds: float) -> EngineInfo:
     """What is in force, measured where it can be; `incarnation` and `created` are the bus's to fill in."""
     return EngineInfo(
         engine_id=settings.engine_id,
@@ -108,11 +108,11 @@ def describe(loaded: Loaded, settings: EngineSettings, *, blas: str, chunk_secon
         weights=loaded.weights,
         blas=blas,
         created=0,
-        settings=_in_force(loaded, settings, chunk_seconds),
+        settings=_in_force(loaded, settings, step_seconds),
     )
 
 
-def _in_force(loaded: Loaded, settings: EngineSettings, chunk_seconds: float) -> dict[str, Any]:
+def _in_force(loaded: Loaded, settings: EngineSettings, step_seconds: float) -> dict[str, Any]:
     pool_tokens = loaded.kv.num_pages * loaded.kv.page_tokens
     cache: KVCacheSettings = msgspec.structs.replace(settings.kvcache, pool_tokens=pool_tokens)
     effective = msgspec.structs.replace(
@@ -121,8 +121,9 @@ def _in_force(loaded: Loaded, settings: EngineSettings, chunk_seconds: float) ->
         context=loaded.context_length,
         weights=loaded.ledger.weights,
         few_rows_linear=loaded.few_rows_linear,
-        chunk_seconds=chunk_seconds,
+        step_seconds=step_seconds,
         memory_bytes=loaded.ledger.limit_bytes,
+        bus_bytes=loaded.ledger.bus_bytes,
         kvcache=cache,
     )
     values = as_dict(effective)

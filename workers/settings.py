@@ -64,13 +64,17 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="On a CPU with fp32 weights, multiply few rows the way that OpenBLAS does best."),
     ] = True
-    chunk_seconds: Annotated[
+    step_seconds: Annotated[
         Annotated[float, Meta(gt=0, le=60)] | None,
-        Meta(description="Longest prefill chunk while others decode; left out: 0.12 on a CPU, 0.3 on a GPU."),
+        Meta(description="Budget of a step that others decode in; left out: 0.12 on a CPU, 0.3 on a GPU."),
     ] = None
     memory_bytes: Annotated[
         Annotated[int, Meta(gt=0)] | None,
         Meta(description="Memory that the engine may use; left out: what the machine or container allows."),
+    ] = None
+    bus_bytes: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="What of it the bus's server takes; left out: 256 MiB, 0 for one on another host."),
     ] = None
     engine_id: Annotated[
         Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 
 def dequantise(model: nn.Module) -> None:
@@ -30,16 +30,6 @@ def linear_dtype(model: nn.Module) -> str:
         elif isinstance(module, nn.Linear):
             kinds.add(str(module.weight.dtype).removeprefix("mlx.core."))
     return "+".join(sorted(kinds))
-
-
-def num_bytes(model: nn.Module) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-
-
-def is_quantised(model: nn.Module) -> bool:
-    return any(
-        isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding) for _, module in model.named_modules()
-    )
 
 
 def _plain(module: nn.QuantizedLinear | nn.QuantizedEmbedding) -> nn.Module:

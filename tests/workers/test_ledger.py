@@ -9,12 +9,15 @@ import pytest
 from kvcache.rows import row_format
 from workers.errors import DoesNotFit, UnsupportedModel
 from workers.ledger import (
+    BUS_BYTES,
     MemoryRequest,
     choose_weights,
     kv_bytes_per_token,
     plan_memory,
+    request_of,
     shape_of,
 )
+from workers.settings import EngineSettings
 
 GIBIBYTE = 2**30
 TIGHT = 1440 * 2**20  # the whole context fits with native weights and 8-bit pages, in a smaller pool
@@ -127,6 +130,32 @@ def test_fp32_is_chosen_only_where_the_whole_context_still_fits() -> None:
     assert choose_weights(SHAPE, MemoryRequest(), 8 * GIBIBYTE) == "fp32"
     assert choose_weights(SHAPE, MemoryRequest(), TIGHT) == "native"
     assert choose_weights(SHAPE, MemoryRequest(pool_tokens=2048), 8 * GIBIBYTE) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (EngineSettings(), BUS_BYTES),
+        (EngineSettings(redis_url="unix:///home/bus.sock"), BUS_BYTES),
+        (EngineSettings(redis_url="rediss://:word@host:6379"), 0),
+        (EngineSettings(redis_url="unix:///run/theirs.sock", bus_bytes=0), 0),
+        (EngineSettings(bus_bytes=48 * 2**20), 48 * 2**20),
+    ],
+)
+def test_the_bus_that_runs_here_is_counted(settings: EngineSettings, expected: int) -> None:
+    request = request_of(settings, SHAPE, 8 * GIBIBYTE, is_cpu=True)
+    ledger = plan_memory(SHAPE, request, 8 * GIBIBYTE)
+    assert ledger.bus_bytes == expected
+    assert [item.num_bytes for item in ledger.items if item.name == "bus"] == [expected]
+
+
+def test_auto_weights_are_unpacked_on_a_cpu_where_they_fit() -> None:
+    settings = EngineSettings()
+    kinds = [
+        request_of(settings, SHAPE, limit, is_cpu=is_cpu).weights
+        for limit, is_cpu in ((8 * GIBIBYTE, True), (TIGHT, True), (8 * GIBIBYTE, False))
+    ]
+    assert kinds == ["fp32", "native", "native"]
 
 
 def test_lines_show_each_item_and_the_sum() -> None:
