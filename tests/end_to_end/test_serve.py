@@ -125,7 +125,8 @@ async def test_a_killed_engine_ends_four_streams_clearly_and_comes_back(shared: 
 async def stop_and_continue_engine(served: Served, seconds: float) -> None:
     async with Client(served.url) as client:
         await client.until_served()
-        answers, tasks = await start_streams(client, range(200, 202))
+        seeds = range(200, 202)
+        answers, tasks = await start_streams(client, seeds)
         engine = served.child("workers engine")
         os.kill(engine, signal.SIGSTOP)
         try:
@@ -143,6 +144,10 @@ async def stop_and_continue_engine(served: Served, seconds: float) -> None:
             await client.resume(again)
             assert again.text == text
             assert len(again.errors) == 1
+        for seed, text in zip(seeds, told, strict=True):  # and nothing wrong was said before it
+            reference = await client.stream(prompt(seed), 4 * len(text) + 64)
+            assert text
+            assert reference.text.startswith(text)
         await client.until_idle()
 
 
