@@ -102,6 +102,7 @@ class EngineUnderTest:
         self.engine = Engine(
             self.loaded.runner, self.cache, rules, num_workers=settings.workers, limits=limits
         )
+        self.logprobs: list[float] = []  # that the turns of the last run were told, in order of events
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """The tokens of several turns that start together; EOS does not end them."""
@@ -126,10 +127,14 @@ class EngineUnderTest:
             )
         tokens: list[list[int]] = [[] for _ in prompts]
         ends: dict[int, Any] = {}
+        self.logprobs.clear()
         while self.engine.has_work:
             for told in self.engine.step():
                 if isinstance(told.event, Tokens):
                     tokens[int(told.run_id)] += array("I", told.event.token_ids).tolist()
+                    self.logprobs += [
+                        top.logprob for one in told.event.logprobs for top in (one.chosen, *one.top)
+                    ]
                 elif hasattr(told.event, "usage"):
                     ends[int(told.run_id)] = told.event
         self.engine.check_integrity()

@@ -68,6 +68,18 @@ def test_native_kv_gives_mlx_lms_tokens_cold_warm_and_in_company(
     assert tested.engine.stats().prompt_tokens_cached > 0
 
 
+def test_weights_kept_as_the_folder_has_them_give_mlx_lms_tokens(
+    folder: Path, prompts: list[list[int]]
+) -> None:
+    """Few tokens: quantised products are slow on a CPU."""
+    kvcache = KVCacheSettings(bits="native", pool_tokens=2048)
+    settings = EngineSettings(model=str(folder), context=1024, weights="native", kvcache=kvcache)
+    tested, expected = EngineUnderTest(settings), Reference(folder, fp32=False).greedy(prompts[0], 8)
+    assert tested.loaded.weights == "4-bit+8-bit"
+    assert tested.greedy(prompts[:1], 8) == [expected], "cold"
+    assert tested.greedy(prompts[:1], 8) == [expected], "identical repeat"
+
+
 def test_eight_bit_kv_differs_only_where_two_tokens_are_close(
     folder: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
