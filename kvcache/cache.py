@@ -19,11 +19,11 @@ from .tree import TOKEN_BYTES, Match, Node, PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy the first `num_tokens` rows of a page, in every layer, before this step's writes."""
+    """Copy a whole page, in every layer, before this step's writes."""
 
     source: int
     target: int
-    num_tokens: int
+    num_tokens: int  # first rows of the page that are the path's; the others mean nothing and get overwritten
 
 
 @dataclass(slots=True, eq=False)

@@ -130,6 +130,8 @@ class Lease:
                 self._change_ours(lambda pipeline: pipeline.delete(self._key))
             except (RedisError, OSError):
                 log.warning("the lease could not be given back; it expires by itself")
+            except Exception:  # a broken report must not hide why the engine ends
+                log.exception("the lease could not be given back; it expires by itself")
 
     def abandon(self) -> None:
         """Stops renewing without a word to the bus."""

@@ -82,6 +82,14 @@ async def start_streams(client: Client, seeds: range) -> tuple[list[Answer], lis
     return answers, tasks
 
 
+async def test_the_engine_counts_what_the_bus_takes(shared: Served) -> None:
+    async with Client(shared.url) as client:
+        await client.until_served()
+        health = await client.health()
+    in_force = health["engines"][0]["settings"]["workers"]
+    assert in_force["bus_bytes"] == health["gateway"]["settings"]["bus_memory_bytes"] > 0
+
+
 async def test_200_clients_leave_in_all_phases_and_no_page_stays(shared: Served) -> None:
     chance = random.Random(11)
     gate = asyncio.Semaphore(16)

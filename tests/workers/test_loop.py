@@ -14,6 +14,7 @@ from tests.conftest import Logged, ValkeyServer
 from tests.fakes import FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
 from tests.workers.test_bus import BUNDLE, INFO, Desk, wait_for
 from workers.engine import Engine
+from workers.errors import BusError
 from workers.loop import EngineLoop, Memory, Parts, why_stuck
 from workers.messages import (
     Cancel,
@@ -186,6 +187,20 @@ def test_an_idle_engine_checks_its_accounts_and_leaves_when_they_are_wrong(valke
         rig.join()
         assert isinstance(rig.failure, IntegrityError)
         assert rig.desk.lease() is None
+
+
+def test_a_broken_thread_ends_the_engine_and_its_turns(valkey: ValkeyServer) -> None:
+    with valkey.client() as client:
+        rig = Rig(valkey, Desk(client))
+        rig.start()
+        rig.runner.seconds = 0.02
+        rig.call("run-1", b"abc", max_tokens=900)
+        wait_for(lambda: len(rig.desk.events("run-1")) > 2)
+        rig.engine.stats = lambda: None  # type: ignore[method-assign, assignment, return-value]
+        rig.join()
+        assert isinstance(rig.failure, BusError) and "lease" in str(rig.failure)
+        (end,) = rig.ends("run-1")
+        assert isinstance(end, Failed) and (end.error, end.retryable) == ("engine_failed", True)
 
 
 @pytest.mark.parametrize(
