@@ -80,10 +80,6 @@ def test_presence_and_frequency_penalties_see_the_answer_only() -> None:
     assert sampled(LOGITS, often, generated=(0, 0)).token_id == 1
 
 
-def test_banned_tokens_are_never_sampled() -> None:
-    assert sampled(LOGITS, Sampling(temperature=0), banned=(0, 1)).token_id == 2
-
-
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     sampling = Sampling(temperature=0, top_logprobs=2, logit_bias={4: 50.0})
     logprob = sampled(LOGITS, sampling).logprob
