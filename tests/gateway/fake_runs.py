@@ -79,6 +79,7 @@ class FakeRuns(Runs):
         self.start_seconds = 0.0
         self.is_full = False
         self.num_reserved = 0
+        self.num_starting = 0
         self._players: set[asyncio.Task[None]] = set()
 
     @property
@@ -104,6 +105,7 @@ class FakeRuns(Runs):
         return Reservation(give_back)
 
     async def start(self, order: Order, place: Reservation | None = None) -> str:
+        self.num_starting += 1
         await asyncio.sleep(self.start_seconds)
         if self.refuse is not None:
             raise self.refuse

@@ -83,7 +83,17 @@ class FakeServer:
             await send(response, {"choices": [{"delta": {"content": piece}}]})
         await send(response, {"choices": [{"delta": {}, "finish_reason": "length"}]})
         worker = 0 if self.fault == "one worker" else number % 4
-        turn = TurnSample("length", worker, len(prompt), cached, 9, 0.1, 0.5, 2.0)
+        turn = TurnSample(
+            "length",
+            worker,
+            prompt_tokens=len(prompt),
+            cached_tokens=cached,
+            generated_tokens=9,
+            queue_seconds=0.1,
+            first_token_seconds=0.6,
+            prefill_seconds=0.5,
+            decode_seconds=2.0,
+        )
         self.instruments.observe_turn("e", turn)
         details = {"cached_tokens": cached}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": 9, "prompt_tokens_details": details}

@@ -85,7 +85,7 @@ async def test_a_client_that_leaves_in_line_is_not_forgotten(gateway: Gateway) -
     gateway.runs.start_seconds = 0.1
     gateway.runs.script = lambda order: [60.0]
     asking = asyncio.create_task(gateway.post(HELLO))
-    await asyncio.sleep(0.05)
+    await until(lambda: gateway.runs.num_starting == 1)
     asking.cancel()
     await until(lambda: len(gateway.runs.cancelled) == 1)
     await asyncio.gather(asking, return_exceptions=True)
