@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
-import time
 from typing import Any
 
 import msgspec
@@ -235,15 +234,14 @@ async def test_a_full_line_refuses_before_it_prepares(gateway: Gateway) -> None:
 async def test_a_body_of_many_values_is_answered_while_others_are(gateway: Gateway) -> None:
     """3 MB of token ids, and of stop ids: refused, and the loop is never away for long."""
     numbers = ",".join(["300"] * 750_000)
-    worst = 0.0
     for body in (f'{{"prompt": [{numbers}]}}', f'{{"prompt": "x", "stop_token_ids": [{numbers}]}}'):
         refused = asyncio.create_task(gateway.post(io.BytesIO(body.encode()), TEXT))
+        num_ticks = 0
         while not refused.done():
-            started = time.perf_counter()
             await asyncio.sleep(0.001)
-            worst = max(worst, time.perf_counter() - started)
+            num_ticks += 1
         assert (await refused)[0] == 400
-    assert worst < 0.25
+        assert num_ticks > 10  # parsed on the loop it would be a handful
 
 
 async def test_an_unknown_model_is_404(gateway: Gateway) -> None:

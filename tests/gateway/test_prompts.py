@@ -413,17 +413,16 @@ def test_messages_beyond_counting_are_refused_before_they_are_encoded(chatml: Pr
     ids=["text", "values", "messages"],
 )
 async def test_a_large_prompt_does_not_stall_the_loop(chatml: Prompts, messages: list[Any]) -> None:
-    worst = 0.0
+    num_ticks = 0
 
     async def tick() -> None:
-        nonlocal worst
+        nonlocal num_ticks
         while True:
-            before = time.perf_counter()
             await asyncio.sleep(0.001)
-            worst = max(worst, time.perf_counter() - before)
+            num_ticks += 1
 
     ticking = asyncio.create_task(tick())
     prompt = await chatml.encode(Conversation(messages), max_tokens=1 << 20)
     ticking.cancel()
     assert prompt.token_ids
-    assert worst < 0.25  # measured: 0.02 s alone on the machine; encoding itself takes 0.3 s
+    assert num_ticks > 5  # on the loop it would be one or two
