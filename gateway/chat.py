@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import structlog
 from aiohttp import web
 
-from .api import parse, parse_chat
-from .requests import caller_of, find_engine, prepare_chat
-from .state import STATE
-from .stream import TENANT_KEY, answer_run
+from .api import parse_chat
+from .calls import start_call
+from .requests import prepare_chat
+from .stream import answer_run
 
 
 async def post_chat(request: web.Request) -> web.StreamResponse:
-    """Checks, admits and renders, all before headers are sent; then follows the run to its end."""
-    state = request.app[STATE]
-    asked = await parse(parse_chat, await request.read())
-    caller = caller_of(request.headers, asked.user, request.get(TENANT_KEY, ""))
-    if caller.agent:
-        structlog.contextvars.bind_contextvars(session=caller.agent)
-    engine = find_engine(state.directory, asked.model)
-    with state.runs.reserve(engine) as place:
-        prepared = await prepare_chat(asked, caller, engine, state.prompts)
-        run_id = await state.followers.start(prepared.order, place)
+    """Starts the run, follows it to its end, and learns which tokens its answer was."""
+    run_id, prepared = await start_call(request, parse_chat, prepare_chat)
     return await answer_run(request, run_id, on_end=prepared.learn)

@@ -48,9 +48,7 @@ class Pools:
     def write(self, layer: int, places: mx.array, keys: mx.array, values: mx.array) -> None:
         """Store one step's rows of one layer; lazy. keys, values: [tokens, num_kv_heads, head_dim]."""
         rows = self.row.pack(mx.concatenate([keys, values], axis=1))
-        pool = self._layers[layer]
-        pool[places] = rows
-        self._layers[layer] = pool
+        self._layers[layer][places] = rows
 
     def read(self, layer: int, blocks: mx.array) -> tuple[Stored, Stored]:
         """K and V of whole pages; lazy. blocks: from `blocks_of`; both [streams, kv_heads, tokens, ...]."""

@@ -135,10 +135,8 @@ def _plan(settings: EngineSettings, config: dict[str, Any], folder: Path, model:
 
 def _make_pools(settings: EngineSettings, model: nn.Module, ledger: Ledger) -> Pools:
     attention = model.layers[0].self_attn
-    dtype = _compute_dtype(model)
-    head_dim = model.layers[0].self_attn.head_dim
     return Pools(
-        row_format(settings.kvcache.bits, head_dim, dtype),
+        row_format(settings.kvcache.bits, attention.head_dim, _compute_dtype(model)),
         num_layers=len(model.layers),
         num_pages=ledger.num_pages,
         num_kv_heads=attention.num_kv_heads,
