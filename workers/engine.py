@@ -11,7 +11,7 @@ from kvcache.cache import Cache
 
 from .counters import EngineCounts
 from .errors import SettingsError, TurnRefused
-from .messages import Cancel, Failed, Submit
+from .messages import Cancel, CancelAgents, Failed, Submit
 from .pace import Pace, PaceLimits
 from .plan import Runner, StepPlan, StepResult
 from .scheduler import Scheduler
@@ -71,6 +71,10 @@ class Engine:
     def cancel(self, cancel: Cancel) -> None:
         """End a turn now; its Cancelled is among the next step's events."""
         self._scheduler.cancel(cancel, self._clock())
+
+    def cancel_agents(self, cancel: CancelAgents) -> None:
+        """End every turn of an agent and of its descendants now."""
+        self._scheduler.cancel_agents(cancel, self._clock())
 
     def step(self) -> list[TurnEvent]:
         """Run one step of all turns; also returns what was told since the step before."""

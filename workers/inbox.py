@@ -22,6 +22,7 @@ from .errors import TurnRefused
 from .messages import (
     EVENT_FIELD,
     VERSION,
+    CancelAgents,
     EngineInfo,
     Failed,
     Submit,
@@ -118,12 +119,16 @@ class Inbox:
             with about_run(envelope.run_id or ""):
                 self._refuse(inbox_id, envelope, refused)
         else:
-            with about_run(message.run_id, message.agent if isinstance(message, Submit) else ""):
+            run_id = "" if isinstance(message, CancelAgents) else message.run_id
+            with about_run(run_id, message.agent if isinstance(message, Submit) else ""):
                 self._sort(inbox_id, message)
 
     def _sort(self, inbox_id: bytes, message: ToEngine) -> None:
         if isinstance(message, Submit):
             self._receive_submit(inbox_id, message)
+        elif isinstance(message, CancelAgents):
+            self._deliveries.put(message)
+            self._outbox.delete([inbox_id])
         elif self._outbox.attach(TurnKey(message.run_id, message.attempt), inbox_id):
             self._deliveries.put(message)
         else:

@@ -17,7 +17,16 @@ from metrics.logs import about_run
 
 from .bus import Bus
 from .counters import EngineCounts
-from .messages import Cancel, EngineInfo, EngineStats, Failed, Submit, ToEngine, TokenizerBundle
+from .messages import (
+    Cancel,
+    CancelAgents,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Submit,
+    ToEngine,
+    TokenizerBundle,
+)
 from .turn import TurnEvent
 
 IDLE_CHECK_SECONDS = 2.0
@@ -41,6 +50,7 @@ class StepEngine(Protocol):
     def has_work(self) -> bool: ...
     def submit(self, submit: Submit) -> None: ...
     def cancel(self, cancel: Cancel) -> None: ...
+    def cancel_agents(self, cancel: CancelAgents) -> None: ...
     def step(self) -> list[TurnEvent]: ...
     def abandon(self) -> None: ...
     def check_integrity(self) -> None: ...
@@ -121,6 +131,10 @@ class EngineLoop:
         return None if self._is_checked else IDLE_CHECK_SECONDS
 
     def _take(self, message: ToEngine) -> None:
+        if isinstance(message, CancelAgents):
+            log.debug("taken", kind="cancelagents", session=message.session, agent=message.agent)
+            self._engine.cancel_agents(message)
+            return
         session = message.agent if isinstance(message, Submit) else ""
         with about_run(message.run_id, session):
             log.debug("taken", kind=type(message).__name__.lower(), attempt=message.attempt)

@@ -5,7 +5,7 @@ Imports msgspec only: the gateway imports this module and no other of this room.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -95,6 +95,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only
 
 
+Retain = Literal["session", "ephemeral", "pin"]
+"""What becomes of a turn's prefix: kept as others are, first to go, or kept from eviction (capped)."""
+
+
 class Submit(Message, frozen=True, kw_only=True):
     """One turn for one engine."""
 
@@ -110,6 +114,15 @@ class Submit(Message, frozen=True, kw_only=True):
     ignore_eos: bool = False
     tenant: str = ""  # prefixes are never shared between tenants
     agent: str = ""  # who calls; it returns to its last worker when that is free
+    session: str = ""  # the tree of agents that this one belongs to; agents' names are unique within it
+    parent: str = ""  # the agent that called this one, in the same session
+    fork_tokens: int = 0  # the prompt's first tokens that are the parent's; 0: not told
+    expects: str = ""  # the tool whose result the agent's next prompt will bring; "": not told
+    is_final: bool = False  # the agent does not come back: what only it uses may go at once
+    retain: Retain = "session"
+    system_tokens: int = 0  # prompt length at the end of system text and tools; 0: not told
+    turn_tokens: int = 0  # prompt length before the generation prompt; 0: the whole prompt
+    explain: bool = False  # a miss may be told with the tokens on each side
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -119,7 +132,18 @@ class Cancel(Message, frozen=True, kw_only=True):
     attempt: int
 
 
-ToEngine = Submit | Cancel
+class CancelAgents(Message, frozen=True, kw_only=True):
+    """Ends the turns of one agent and of all its descendants, and lets go of what they keep.
+
+    A turn of theirs that the engine receives later runs as usual. agent "" is the whole session.
+    """
+
+    session: str
+    tenant: str = ""
+    agent: str = ""
+
+
+ToEngine = Submit | Cancel | CancelAgents
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -172,11 +196,26 @@ class Dispatched(Message, frozen=True, kw_only=True):
     incarnation: int
 
 
+MissCause = Literal["diverged", "evicted", "never_published", "other_namespace"]
+
+
+class Missed(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why over a thousand tokens that an earlier turn of the same agent had are computed again."""
+
+    cause: MissCause
+    position: int  # index of the first token that differs, or that is not kept any more
+    page: int  # of the prompt, that this token falls in
+    recomputed_tokens: int  # that the earlier turn had
+    before: tuple[int, ...] = ()  # the earlier turn's tokens from `position` on, if the caller may see them
+    now: tuple[int, ...] = ()  # this prompt's
+
+
 class Started(Message, frozen=True, kw_only=True):
     """The turn has a worker; prefill begins after its cached tokens."""
 
     worker: int
     cached_tokens: int
+    missed: Missed | None = None
 
 
 class Progress(Message, frozen=True, kw_only=True):
@@ -250,6 +289,15 @@ class KVFacts(msgspec.Struct, frozen=True, kw_only=True):
     pool_bytes: int
 
 
+class StateFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured on the live arrays of a hybrid model's recurrent states."""
+
+    dtype: str
+    bytes_per_state: int
+    num_states: int  # checkpoint rows; each worker has one live state besides
+    total_bytes: int  # checkpoint rows and live states
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is, published once per incarnation."""
 
@@ -261,6 +309,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_workers: int
     vocab_size: int
     kv: KVFacts
+    states: StateFacts | None = None  # None: the model has no recurrent layers
     device: str
     weights: str  # measured dtype of the linear weights
     blas: str
@@ -286,6 +335,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
     num_steps: int = 0
     num_preempted: int = 0  # turns that gave their pages back and wait again
+    num_free_states: int = 0
+    num_checkpoints: int = 0
+    num_restored: int = 0  # turns that went on from a checkpoint at a position above 0
+    num_evicted_states: int = 0
+    num_pinned_pages: int = 0
+    missed_tokens: dict[str, int] = {}  # by MissCause: tokens computed again though an earlier turn had them
     step_age_seconds: float = 0.0  # of the step in flight, 0 when idle
     active_memory_bytes: int = 0
     peak_memory_bytes: int = 0

@@ -16,7 +16,7 @@ from kvcache.cache import Cache, Opening, PageCopy
 
 from .counters import Counters, EngineCounts
 from .errors import IntegrityError
-from .messages import Cancel, Cancelled, Event, Failed, Finished, Progress, Started, TurnEnd
+from .messages import Cancel, CancelAgents, Cancelled, Event, Failed, Finished, Progress, Started, TurnEnd
 from .pace import Pace
 from .places import Places
 from .plan import Segment, SegmentResult, StepPlan, StepResult
@@ -65,6 +65,17 @@ class Scheduler:
         if turn is not None:
             with self._isolated(turn, "cancel_failed", now):
                 self._end(turn, Cancelled(usage=turn.usage(), timings=turn.timings(now)))
+
+    def cancel_agents(self, cancel: CancelAgents, now: float) -> None:
+        """End the turns of one agent and of all its descendants."""
+        turns = [t for t in self._turns.values() if (t.tenant, t.session) == (cancel.tenant, cancel.session)]
+        agents, size = {cancel.agent}, 0
+        while len(agents) != size:
+            size = len(agents)
+            agents |= {turn.agent for turn in turns if turn.parent in agents}
+        for turn in turns:
+            if turn.agent in agents:
+                self.cancel(Cancel(run_id=turn.run_id, attempt=turn.attempt), now)
 
     def refuse(self, run_id: str, attempt: int, failed: Failed) -> None:
         """Tell the end of a turn that never got in."""

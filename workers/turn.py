@@ -68,6 +68,8 @@ class Turn:
     attempt: int
     tenant: str
     agent: str  # "": nobody in particular
+    session: str  # the tree of agents that it belongs to
+    parent: str  # the agent that called this one
     namespace: bytes
     prompt: array[int]
     max_tokens: int
@@ -171,6 +173,8 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
         attempt=submit.attempt,
         tenant=submit.tenant,
         agent=submit.agent,
+        session=submit.session,
+        parent=submit.parent,
         namespace=hashlib.sha256(rules.namespace + submit.tenant.encode()).digest(),
         prompt=prompt,
         max_tokens=min(submit.max_tokens, rules.context_length - len(prompt)),
