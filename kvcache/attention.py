@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .exponent import are_steps_fused, power_of_two
 from .pages import Pools
 from .reads import Read, Rows, plan_reads
 from .rows import Stored
@@ -60,6 +61,7 @@ class StepAttention:
         self._pools = pools
         self._num_rows = sum(segment.num_rows for segment in segments)
         self._queries_per_kv = queries_per_kv
+        self._fused = are_steps_fused()
         positions = [p for s in segments for p in range(s.start, s.start + s.num_rows)]
         self.positions = mx.array(positions, mx.int32)
         places = [pools.places_of(s.pages, range(s.start, s.start + s.num_rows)) for s in segments]
@@ -136,7 +138,7 @@ class StepAttention:
         if mask is not None:
             scores = scores + mask
         maximum = scores.max(axis=-1, keepdims=True)
-        weights = mx.power(2.0, scores - maximum)
+        weights = power_of_two(scores - maximum, fused=self._fused)
         total = weights.sum(axis=-1, keepdims=True)
         return Partial(maximum, total, self._weighted_values(weights, values))
 

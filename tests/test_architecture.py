@@ -41,6 +41,7 @@ PURE = [
 IMPURE = {"mlx", "asyncio", "redis", "aiohttp", "threading", "time"}
 TOUCHES_MLX = {
     "kvcache/attention.py",
+    "kvcache/exponent.py",
     "kvcache/pages.py",
     "kvcache/rows.py",
     "workers/doctor.py",
