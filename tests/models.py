@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from array import array
@@ -13,10 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
 from kvcache.cache import Cache
 from tests.fakes import byte_tokenizer
+from tests.tiny_models import MIXED_FAMILIES, cast_mixed, draw_mixed, mixed_config
 from workers import weights
 from workers.engine import Engine
 from workers.families import rope_overrides
@@ -40,7 +42,21 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
 
 
 def make_model(folder: Path, model_type: str, *, bits: int | None = None, **changes: Any) -> Path:
-    """A model folder with seeded random weights, quantised to `bits` if given; `changes` go to its config."""
+    """A model folder with seeded random weights, quantised to `bits` if given; `changes` go to its config.
+
+    Models with experts or states are quantised as mlx-lm does it: their routers stay at 8 bits. For those,
+    dtype="bfloat16" stores the weights as their makers do.
+    """
+    if model_type in MIXED_FAMILIES:
+        _save_mixed(folder, model_type, bits, changes)
+    else:
+        _save_dense(folder, model_type, bits, changes)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return folder
+
+
+def _save_dense(folder: Path, model_type: str, bits: int | None, changes: dict[str, Any]) -> None:
     config: dict[str, Any] = {
         "model_type": model_type,
         "hidden_size": 256,
@@ -66,9 +82,20 @@ def make_model(folder: Path, model_type: str, *, bits: int | None = None, **chan
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
     (folder / "config.json").write_text(json.dumps(config))
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
-    return folder
+
+
+def _save_mixed(folder: Path, model_type: str, bits: int | None, changes: dict[str, Any]) -> None:
+    config = mixed_config(model_type, changes)
+    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    mx.random.seed(7)
+    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    draw_mixed(model)
+    if "dtype" in changes:
+        cast_mixed(model, getattr(mx, changes["dtype"]))
+    if bits is not None:
+        model, config = quantize_model(model, config, group_size=64, bits=bits)
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
 
 
 class Reference:
