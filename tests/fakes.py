@@ -10,6 +10,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -71,6 +72,7 @@ def fake_submit(
     ignore_eos: bool = False,
     tenant: str = "",
     agent: str = "",
+    **hints: Any,
 ) -> Submit:
     return Submit(
         run_id=run_id,
@@ -85,6 +87,7 @@ def fake_submit(
         ignore_eos=ignore_eos,
         tenant=tenant,
         agent=agent,
+        **hints,
     )
 
 
@@ -128,35 +131,63 @@ class FakeModel:
         return list(generated)
 
 
+@dataclass(frozen=True)
+class FakeState:
+    """A recurrent state: how many tokens it has seen, and their digest, which is the last hidden row too."""
+
+    position: int
+    digest: int
+
+
+ZERO_STATE = FakeState(0, 0)
+
+
 class FakeRunner:
-    """Evaluates plans over simulated page memory; time passes on the clock by rows."""
+    """Evaluates plans over simulated page memory; time passes on the clock by rows.
+
+    With `num_states` it is a hybrid: each worker has a live state, and there are checkpoint rows. A state
+    that is not exactly the one of the tokens before a segment fails an assertion.
+    """
 
     def __init__(
-        self, num_pages: int, clock: FakeClock, *, page_tokens: int, model: FakeModel | None = None
+        self,
+        num_pages: int,
+        clock: FakeClock,
+        *,
+        page_tokens: int,
+        model: FakeModel | None = None,
+        num_states: int | None = None,
     ) -> None:
         self.model = model or FakeModel()
         self.plans: list[StepPlan] = []
         self.base_seconds = 0.05
         self.row_seconds = 0.002
+        self.depth_seconds = 0.0  # what each prefill row costs more for each token before it
         self.fault_of: Callable[[Segment], str | None] = lambda segment: None
         self.are_rows_spoiled = True  # by a fault
         self.fail_next: Exception | None = None
         self.num_rebuilds = 0
+        self.num_restored = 0  # from a position above 0
+        self.keeps_plans = True
         self._clock = clock
         self._page_tokens = page_tokens
         self._num_pages = num_pages
-        self._rows = [[GARBAGE] * page_tokens for _ in range(num_pages)]
+        self._num_states = num_states
+        self.rebuild()
+        self.num_rebuilds = 0
 
     def rebuild(self) -> None:
         self.num_rebuilds += 1
         self._rows = [[GARBAGE] * self._page_tokens for _ in range(self._num_pages)]
+        self._live: dict[int, FakeState | None] = {}  # by worker; None: garbage
+        self._checkpoints: list[FakeState | None] = [None] * (self._num_states or 0)
 
     def run(self, plan: StepPlan) -> StepResult:
-        self.plans.append(plan)
-        seconds = self.base_seconds + self.row_seconds * plan.num_prefill_rows
+        if self.keeps_plans:
+            self.plans.append(plan)
+        seconds = self._seconds(plan)
         self._clock.advance(seconds)
-        for copy in plan.copies:
-            self._rows[copy.target][: copy.num_tokens] = self._rows[copy.source][: copy.num_tokens]
+        self._prepare(plan)
         self._check(plan)
         for segment in plan.segments:
             self._write(segment)
@@ -166,19 +197,58 @@ class FakeRunner:
                 self._spoil(segment)
             raise error
         # Reads come after all writes, as in the model: a row written into another's page is seen.
-        return StepResult(tuple(self._sample(segment) for segment in plan.segments), seconds)
+        return StepResult(tuple(self._result(segment) for segment in plan.segments), seconds)
+
+    def _seconds(self, plan: StepPlan) -> float:
+        seconds = self.base_seconds + self.row_seconds * plan.num_prefill_rows
+        for segment in plan.segments:
+            if not segment.is_decode:
+                seconds += self.depth_seconds * len(segment.token_ids) * (segment.start + segment.end) / 2
+        return seconds
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Saves of those who left, page copies, restores."""
+        for save in plan.saves_before:
+            left = self._live[save.worker]
+            assert left is not None, "the state that is to be saved is garbage"
+            self._checkpoints[save.row] = left
+        for copy in plan.copies:
+            self._rows[copy.target][: copy.num_tokens] = self._rows[copy.source][: copy.num_tokens]
+        for restore in plan.restores:
+            state = ZERO_STATE if restore.row is None else self._checkpoints[restore.row]
+            assert state is not None, "a checkpoint row that was never saved is restored"
+            self._live[restore.worker] = state
+            self.num_restored += restore.row is not None and state.position > 0
 
     def _check(self, plan: StepPlan) -> None:
         written = [
             (segment.pages[position // self._page_tokens], position % self._page_tokens)
             for segment in plan.segments
-            for position in range(segment.start, segment.end)
+            for position in range(max(segment.start, segment.num_sealed), segment.end)
         ]
         assert len(written) == len(set(written)), "two rows of a step share a place"
         assert len({segment.worker for segment in plan.segments}) == len(plan.segments)
-        assert all(len(segment.token_ids) > 0 for segment in plan.segments)
-        num_many = sum(segment.row is None or len(segment.token_ids) > 1 for segment in plan.segments)
-        assert num_many <= 1, "more than one prefill in a step"
+        assert sum(not segment.is_decode for segment in plan.segments) <= 1, "more than one prefill in a step"
+        rows = [restore.row for restore in plan.restores if restore.row is not None]
+        saved = [segment.save for segment in plan.segments if segment.save is not None]
+        saved += [save.row for save in plan.saves_before]
+        assert len(saved) == len(set(saved)) and not set(saved) & set(rows), "a checkpoint row has two uses"
+        assert len({restore.worker for restore in plan.restores}) == len(plan.restores)
+        for segment in plan.segments:
+            self._check_state(segment)
+
+    def _check_state(self, segment: Segment) -> None:
+        if self._num_states is None:
+            assert segment.save is None and segment.hidden_from is None
+            assert segment.num_sealed <= segment.start and segment.token_ids
+            return
+        live = self._live[segment.worker]
+        assert live is not None, "a worker's state is garbage"
+        assert live.position == segment.start, f"{live.position} tokens are in the state, not {segment.start}"
+        assert live.digest == self._state(segment, segment.start), "the state is another prefix's"
+        if not segment.token_ids:
+            assert segment.hidden_from is not None and segment.row is not None
+            assert self._checkpoints[segment.hidden_from] == live, "the hidden row is another prefix's"
 
     def _state(self, segment: Segment, end: int) -> int:
         state = 0
@@ -188,27 +258,60 @@ class FakeRunner:
         return state
 
     def _write(self, segment: Segment) -> None:
-        state = self._state(segment, segment.start)
+        live = self._live.get(segment.worker)
+        state = live.digest if live is not None else self._state(segment, segment.start)
         for position, token_id in enumerate(segment.token_ids, segment.start):
             value = _row_value(state, token_id)
-            page = segment.pages[position // self._page_tokens]
-            self._rows[page][position % self._page_tokens] = value
+            rows, index = (
+                self._rows[segment.pages[position // self._page_tokens]],
+                position % self._page_tokens,
+            )
+            if position < segment.num_sealed:
+                assert rows[index] == value, "a sealed row is another prefix's"
+            rows[index] = value
             state = _next_state(state, value)
 
     def _spoil(self, segment: Segment) -> None:
-        for position in range(segment.start, segment.end):
+        self._live[segment.worker] = None
+        for position in range(max(segment.start, segment.num_sealed), segment.end):
             page = segment.pages[position // self._page_tokens]
             self._rows[page][position % self._page_tokens] = GARBAGE
 
-    def _sample(self, segment: Segment) -> SegmentResult:
+    def _result(self, segment: Segment) -> SegmentResult:
         fault = self.fault_of(segment)
         if fault is not None:
+            self._live[segment.worker] = None
             if self.are_rows_spoiled:
                 self._spoil(segment)
-            return SegmentResult(token_id=None, fault=fault, are_rows_spoiled=self.are_rows_spoiled)
-        if segment.row is None:
-            return SegmentResult(token_id=None)
-        token_id = self.model.sample(self._state(segment, segment.end), segment.row)
-        top_logprobs = segment.row.sampling.top_logprobs
-        logprob = None if top_logprobs is None else Candidates((token_id, -0.5), ((token_id, -0.5),))
-        return SegmentResult(token_id=token_id, logprob=logprob)
+            return SegmentResult((), fault=fault, are_rows_spoiled=self.are_rows_spoiled)
+        tokens = self._accepted(segment) if segment.row is not None else ()
+        self._keep_state(segment, segment.end - max(segment.num_proposed + 1 - len(tokens), 0))
+        if segment.row is None or segment.row.sampling.top_logprobs is None:
+            return SegmentResult(tokens)
+        return SegmentResult(tokens, tuple(Candidates((token, -0.5), ((token, -0.5),)) for token in tokens))
+
+    def _accepted(self, segment: Segment) -> tuple[int, ...]:
+        """Proposed tokens as long as they are the model's own, and the model's next one."""
+        assert segment.row is not None
+        tokens: list[int] = []
+        num_sure = len(segment.token_ids) - segment.num_proposed
+        generated = list(segment.row.generated)
+        for index in range(segment.num_proposed + 1):
+            row = RowSampling(
+                segment.row.sampling,
+                segment.row.seed,
+                segment.row.step + index,
+                segment.row.prompt,
+                generated + tokens,
+            )
+            tokens.append(self.model.sample(self._state(segment, segment.start + num_sure + index), row))
+            if index == segment.num_proposed or segment.token_ids[num_sure + index] != tokens[-1]:
+                break
+        return tuple(tokens)
+
+    def _keep_state(self, segment: Segment, position: int) -> None:
+        if self._num_states is None:
+            return
+        self._live[segment.worker] = FakeState(position, self._state(segment, position))
+        if segment.save is not None:
+            self._checkpoints[segment.save] = self._live[segment.worker]

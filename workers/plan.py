@@ -30,6 +30,22 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSave:
+    """Copy a worker's live state, and the hidden row of the last row that made it, into a checkpoint row."""
+
+    worker: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRestore:
+    """Copy a checkpoint row into a worker's live state and hidden row; row None: zero the live state."""
+
+    worker: int
+    row: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Rows of one turn at positions [start, start + len(token_ids))."""
 
@@ -38,19 +54,36 @@ class Segment:
     token_ids: Sequence[int]
     pages: Sequence[int]  # page table; covers the rows, and may be longer
     row: RowSampling | None  # None: a prompt chunk that is not the last, nothing is sampled
+    num_sealed: int = 0  # rows at positions below are run, but their K/V stands already: it is not written
+    save: int | None = None  # checkpoint row that takes the state and the hidden row after the last row
+    hidden_from: int | None = None  # no rows: the head is applied to this checkpoint row's hidden row
+    num_proposed: int = (
+        0  # so many of the last token_ids were drafted and may be refused; row samples after each
+    )
 
     @property
     def end(self) -> int:
-        """Position after the last row: the length of the turn's path once the step is committed."""
+        """Position after the last row: the length of the turn's path once all rows are committed."""
         return self.start + len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """One sure row that is sampled after; a prompt's last single row is one too, as it costs the same."""
+        return self.row is not None and len(self.token_ids) - self.num_proposed == 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One pass over the model: decode segments (one row each) first, then at most one prefill segment."""
+    """One pass over the model: decode segments first, then at most one prefill segment.
+
+    Order inside the step: saves_before, copies, restores, the forward pass with its writes, the segments'
+    saves; then one evaluation. A plan without segments only saves.
+    """
 
     copies: tuple[PageCopy, ...]  # page copies to make before any write of this step
     segments: tuple[Segment, ...]
+    restores: tuple[StateRestore, ...] = ()  # hybrid models: at most one for a worker
+    saves_before: tuple[StateSave, ...] = ()  # live states that turns which left their workers leave behind
 
     @property
     def num_rows(self) -> int:
@@ -59,8 +92,8 @@ class StepPlan:
 
     @property
     def num_decode_rows(self) -> int:
-        """Segments of one row that sample; a prompt's last single row is one too, as it costs the same."""
-        return sum(len(segment.token_ids) == 1 and segment.row is not None for segment in self.segments)
+        """Rows of the segments that decode, drafted ones included."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.is_decode)
 
     @property
     def num_prefill_rows(self) -> int:
@@ -78,10 +111,14 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class SegmentResult:
-    """What one segment gave: a sampled token, nothing (not the last chunk), or a fault that is its own."""
+    """What one segment gave: its accepted tokens, none (not the last chunk), or a fault that is its own.
 
-    token_id: int | None
-    logprob: Candidates | None = None
+    Usually one token. After drafted rows: the drafted tokens that were right, in order, and the one that was
+    sampled after them; the live state is then the one after as many rows as there are tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Candidates, ...] = ()  # one for each token, or none at all
     fault: str | None = None
     are_rows_spoiled: bool = False  # the fault is in the pages too: nobody may share them
 

@@ -91,9 +91,9 @@ class ModelRunner:
             if not all(finite[first:last]):
                 # Whoever gets these pages next must not find infinities in rows beyond its own length.
                 self.pools.clear(segment.pages[segment.start // self.pools.page_tokens :])
-                results.append(SegmentResult(None, fault=NOT_FINITE, are_rows_spoiled=True))
+                results.append(SegmentResult((), fault=NOT_FINITE, are_rows_spoiled=True))
             else:
-                results.append(drawn.result() if isinstance(drawn, Drawn) else drawn or SegmentResult(None))
+                results.append(drawn.result() if isinstance(drawn, Drawn) else drawn or SegmentResult(()))
             first = last
         return tuple(results)
 
@@ -103,4 +103,4 @@ def _draw(logits: mx.array, row: RowSampling) -> Drawn | SegmentResult:
     try:
         return draw(logits, row)
     except (RuntimeError, ValueError, TypeError, IndexError, OverflowError) as error:
-        return SegmentResult(None, fault=f"sampling failed: {type(error).__name__}")
+        return SegmentResult((), fault=f"sampling failed: {type(error).__name__}")

@@ -40,18 +40,18 @@ class Drawn:
         token: Any = self.token.item()
         if not self.sound.item():
             fault = "the logits, or what the sampling settings make of them, are not numbers for this turn"
-            return SegmentResult(None, fault=fault)
-        return SegmentResult(token, self._candidates(token))
+            return SegmentResult((), fault=fault)
+        return SegmentResult((token,), self._candidates(token))
 
-    def _candidates(self, token: int) -> Candidates | None:
+    def _candidates(self, token: int) -> tuple[Candidates, ...]:
         if self.chosen is None:
-            return None
+            return ()
         chosen: Any = self.chosen.item()
         if self.top_ids is None or self.top is None:
-            return Candidates(chosen=(token, chosen))
+            return (Candidates(chosen=(token, chosen)),)
         ids: Any = self.top_ids.tolist()
         values: Any = self.top.tolist()
-        return Candidates(chosen=(token, chosen), top=tuple(zip(ids, values, strict=True)))
+        return (Candidates(chosen=(token, chosen), top=tuple(zip(ids, values, strict=True))),)
 
 
 def draw(logits: mx.array, row: RowSampling) -> Drawn:

@@ -205,7 +205,7 @@ class Scheduler:
     def _commit_segment(self, turn: Turn, segment: Segment, outcome: SegmentResult, now: float) -> None:
         assert turn.path is not None
         fault = outcome.fault
-        if segment.row is not None and outcome.token_id is None and fault is None:
+        if segment.row is not None and not outcome.token_ids and fault is None:
             fault = "no token was sampled"
         if fault is not None:
             log.error("row fault", run=turn.run_id, fault=fault, are_rows_spoiled=outcome.are_rows_spoiled)
@@ -217,8 +217,8 @@ class Scheduler:
         self._cache.commit(turn.path, segment.token_ids)
         if turn is self._prefilling:
             self._commit_chunk(turn, segment)
-        if outcome.token_id is not None and segment.row is not None:
-            self._accept(turn, outcome, outcome.token_id, now)
+        if segment.row is not None:
+            self._accept(turn, outcome, now)
 
     def _commit_chunk(self, turn: Turn, segment: Segment) -> None:
         assert turn.path is not None
@@ -231,9 +231,9 @@ class Scheduler:
         if segment.row is not None:
             self._prefilling = None
 
-    def _accept(self, turn: Turn, outcome: SegmentResult, token_id: int, now: float) -> None:
+    def _accept(self, turn: Turn, outcome: SegmentResult, now: float) -> None:
         num_before = len(turn.generated)
-        acceptance = turn.accept(token_id, outcome.logprob, now)
+        acceptance = turn.accept(outcome.token_ids[0], outcome.logprobs[0] if outcome.logprobs else None, now)
         self.counters.generated_tokens += len(turn.generated) - num_before
         if acceptance.tokens is not None:
             self._tell(turn, acceptance.tokens)
