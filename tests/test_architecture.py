@@ -44,6 +44,7 @@ TOUCHES_MLX = {
     "kvcache/exponent.py",
     "kvcache/pages.py",
     "kvcache/rows.py",
+    "moe/delta.py",
     "workers/doctor.py",
     "workers/gguf.py",
     "workers/linear.py",
