@@ -27,6 +27,7 @@ examples:
   tetrarch serve --model mlx-community/Qwen3-0.6B-4bit --workers 4 --context 32768
   tetrarch demo                                    16 sub-agent calls, four at a time, and a table
   tetrarch doctor                                  what this machine is and what fits on it
+  tetrarch simulate trace.jsonl.gz                 how much of these calls a cache would answer
   tetrarch token add phone                         an access token for calls from other machines
 
 `tetrarch VERB --help` says more.
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": ("`model fetch` brings a model to this disk and checks it", _model),
         "token": ("add, list or revoke access tokens", _token),
         "doctor": ("say what this machine is and what fits on it", _doctor),
+        "simulate": ("replay a trace of calls: what a pool and its policies would do", _simulate),
         "demo": ("serve, run an orchestrated session, report and stop", _demo),
         "bus-guard": ("", _bus_guard),  # for serve
     }
@@ -180,6 +182,10 @@ def _model(arguments: list[str]) -> int:
 
 def _doctor(arguments: list[str]) -> int:
     return _workers("doctor", *arguments)
+
+
+def _simulate(arguments: list[str]) -> int:
+    return _workers("simulate", *arguments)
 
 
 def _demo(arguments: list[str]) -> int:

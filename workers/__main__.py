@@ -1,6 +1,6 @@
-"""The commands of this room: `python -m workers engine|model-fetch|doctor`, which `tetrarch` starts.
+"""The commands of this room: `python -m workers engine|model-fetch|doctor|simulate`, which `tetrarch` starts.
 
-Exit codes: 0 done or stopped, 1 failed while running, 2 settings, a bus or a model that cannot be used.
+Exit codes: 0 done or stopped, 1 failed while running, 2 settings, bus, model or trace that cannot be used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from metrics import logs
 from metrics.settings import SettingsError, add_flags, given_flags
 
-from .errors import EngineIdInUse, ModelError, WorkersError
+from . import simulate
+from .errors import EngineIdInUse, ModelError, TraceError, WorkersError
 from .errors import SettingsError as UnfitSettings
 from .machine import load_blas
 from .settings import EngineSettings, load_settings
@@ -46,17 +47,34 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; a known error is one line on stderr."""
     options = _parser().parse_args(arguments)
-    verb: Callable[[EngineSettings], int] = options.verb
+    verb: Callable[[argparse.Namespace], int] = options.verb
     try:
-        settings = load_settings(options.settings, given_flags(options, EngineSettings))
-        logs.configure(settings.log_level)
-        return verb(settings)
-    except (SettingsError, UnfitSettings, ModelError, EngineIdInUse) as error:
+        return verb(options)
+    except (SettingsError, UnfitSettings, ModelError, EngineIdInUse, TraceError) as error:
         return _refuse(error, code=2)
     except WorkersError as error:
         return _refuse(error, code=1)
     except KeyboardInterrupt:
         return 130
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    logs.configure("warning")
+    asked = simulate.parse(options)
+    reports = simulate.simulate(asked)
+    print(reports.json() if asked.as_json else reports.table())
+    return 0
+
+
+def _with_settings(verb: Callable[[EngineSettings], int]) -> Callable[[argparse.Namespace], int]:
+    """A verb that takes the engine's settings instead of its own flags."""
+
+    def run(options: argparse.Namespace) -> int:
+        settings = load_settings(options.settings, given_flags(options, EngineSettings))
+        logs.configure(settings.log_level)
+        return verb(settings)
+
+    return run
 
 
 def _engine(settings: EngineSettings) -> int:
@@ -90,7 +108,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_verb(verbs, "engine", _engine, "run one engine on a bus", ENGINE_EXAMPLES)
     _add_verb(verbs, "model-fetch", _fetch, "bring a model to this disk and check it", FETCH_EXAMPLES)
     _add_verb(verbs, "doctor", _doctor, "say what this machine is and what fits on it", DOCTOR_EXAMPLES)
+    _add_simulate(verbs)
     return parser
+
+
+def _add_simulate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = verbs.add_parser(
+        "simulate",
+        prog="tetrarch simulate",
+        help="replay a trace without a model",
+        description=simulate.DESCRIPTION,
+        epilog=simulate.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(verb=_simulate)
+    simulate.add_arguments(parser)
 
 
 def _add_verb(
@@ -109,7 +142,7 @@ def _add_verb(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(verb=verb)
+    parser.set_defaults(verb=_with_settings(verb))
     parser.add_argument("--settings", type=Path, metavar="FILE.toml", help="settings file, table [engine]")
     add_flags(parser, EngineSettings)
 

@@ -42,3 +42,7 @@ class TurnRefused(WorkersError):
         super().__init__(message)
         self.kind = kind
         self.retryable = retryable
+
+
+class TraceError(WorkersError):
+    """A trace file cannot be read or holds no usable call; the message names the line."""
