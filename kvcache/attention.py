@@ -64,8 +64,10 @@ class StepAttention:
         self._fused = are_steps_fused()
         positions = [p for s in segments for p in range(s.start, s.start + s.num_rows)]
         self.positions = mx.array(positions, mx.int32)
-        places = [pools.places_of(s.pages, range(s.start, s.start + s.num_rows)) for s in segments]
-        self._places = mx.concatenate(places)
+        new = [range(max(s.start, s.num_sealed), s.start + s.num_rows) for s in segments]
+        places = [pools.places_of(s.pages, p) for s, p in zip(segments, new, strict=True) if p]
+        self._places = mx.concatenate(places) if places else None
+        self._new_rows = _new_rows(segments)
         reads = plan_reads(segments, pools.page_tokens, share=share)
         self._reads = tuple(self._plan(read) for read in reads)
         self._merge_index = _merge_index(reads, self._num_rows)
@@ -78,12 +80,15 @@ class StepAttention:
     def attend(
         self, layer: int, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float
     ) -> mx.array:
-        """Write this layer's K and V, then attend to all that the page tables hold.
+        """Write this layer's K and V where they are new, then attend to all that the page tables hold.
 
         queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], all after rope; gives
         [rows, heads, head_dim] in the queries' dtype. Lazy.
         """
-        self._pools.write(layer, self._places, keys, values)
+        if self._places is not None:
+            if self._new_rows is not None:
+                keys, values = mx.take(keys, self._new_rows, axis=0), mx.take(values, self._new_rows, axis=0)
+            self._pools.write(layer, self._places, keys, values)
         scaled = queries.astype(mx.float32) * (scale * math.log2(math.e))
         by_kv_head = scaled.reshape(self._num_rows, keys.shape[1], self._queries_per_kv, -1)
         partials = [self._attend_read(layer, read, by_kv_head) for read in self._reads]
@@ -181,6 +186,19 @@ class StepAttention:
         weight = mx.power(2.0, maximum - maximum.max(axis=0, keepdims=True))
         summed = (joined[..., 1:] * weight).sum(axis=0)
         return summed[..., 1:] / summed[..., :1]
+
+
+def _new_rows(segments: Sequence[Rows]) -> mx.array | None:
+    """int32, rows of the step whose K and V are to be written; None: all."""
+    if all(segment.num_sealed <= segment.start for segment in segments):
+        return None
+    new: list[int] = []
+    first = 0
+    for segment in segments:
+        end = first + segment.num_rows
+        new += range(min(end, first + max(0, segment.num_sealed - segment.start)), end)
+        first = end
+    return mx.array(new, mx.int32)
 
 
 def _tile_borders(read: Read, widest: int, page_tokens: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Which rows of a step read which pages: pure planning for attention, done once a step for all layers.
 
-A page that several segments have in common is full, sealed and older than every row of the step, so all their
-rows may attend to it at once without a mask. What is left of each segment is read by its own rows.
+A whole page below the first rows of several segments is full, sealed and older than all these rows, so they
+may attend to it at once without a mask. What is left of each segment is read by its own rows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ MAX_PADDING = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One segment as attention sees it: `num_rows` rows at positions [start, start + num_rows)."""
+    """One segment as attention sees it: `num_rows` rows, one or more, at positions [start, start + num_rows).
+
+    Rows at positions below num_sealed read what stands in their pages already, and write nothing.
+    """
 
     start: int
     num_rows: int
     pages: Sequence[int]
+    num_sealed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,14 @@ def plan_reads(segments: Sequence[Rows], page_tokens: int, *, share: bool = True
         total += segment.num_rows
     shared: list[Read] = []
     own_from = [0] * len(segments)
-    if share:
-        _share(segments, first_rows, own_from, list(range(len(segments))), 0, shared)
+    if share and len(segments) > 1:
+        # A sealed page may hold rows that a segment runs again; only what lies before its rows is common.
+        older = [segment.pages[: segment.start // page_tokens] for segment in segments]
+        row_ranges = [
+            range(first, first + segment.num_rows)
+            for first, segment in zip(first_rows, segments, strict=True)
+        ]
+        _share(older, row_ranges, own_from, list(range(len(segments))), 0, shared)
     suffixes: list[Read] = []
     for index, segment in enumerate(segments):
         end = segment.start + segment.num_rows
@@ -68,8 +78,8 @@ def plan_reads(segments: Sequence[Rows], page_tokens: int, *, share: bool = True
 
 
 def _share(
-    segments: Sequence[Rows],
-    first_rows: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    row_ranges: Sequence[range],
     own_from: list[int],
     group: list[int],
     depth: int,
@@ -78,14 +88,10 @@ def _share(
     """Emit reads for runs of pages that all of a group have from `depth` on, then for its sub-groups."""
     if len(group) < 2:
         return
-    run = _common_run([segments[index].pages for index in group], depth)
+    run = _common_run([tables[index] for index in group], depth)
     if run >= MIN_SHARED_PAGES:
-        rows = tuple(
-            row
-            for index in group
-            for row in range(first_rows[index], first_rows[index] + segments[index].num_rows)
-        )
-        pages = tuple(segments[group[0]].pages[depth : depth + run])
+        rows = tuple(row for index in group for row in row_ranges[index])
+        pages = tuple(tables[group[0]][depth : depth + run])
         reads.append(Read(rows=rows, pages=(pages,), lengths=None))
         depth += run
         for index in group:
@@ -94,10 +100,10 @@ def _share(
     parting = depth + run
     by_next: dict[int, list[int]] = {}
     for index in group:
-        if len(segments[index].pages) > parting:
-            by_next.setdefault(segments[index].pages[parting], []).append(index)
+        if len(tables[index]) > parting:
+            by_next.setdefault(tables[index][parting], []).append(index)
     for sub_group in by_next.values():
-        _share(segments, first_rows, own_from, sub_group, depth, reads)
+        _share(tables, row_ranges, own_from, sub_group, depth, reads)
 
 
 def _common_run(tables: Sequence[Sequence[int]], depth: int) -> int:

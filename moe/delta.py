@@ -91,13 +91,14 @@ def _step(rows: Rows, state: mx.array) -> Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """What rows say without a state, in chunks of `size` rows: [streams, chunks, key_heads, heads of each, ...].
+    """What rows say without a state, in chunks of `size` rows.
 
-    With E_ij the decay from row j to row i of a chunk, and 0 the row before it.
+    All begin with [streams, chunks, key_heads, value heads of each], the last being 1 for k and q. E_ij is
+    the decay from row j to row i of a chunk, row 0 being the one before it.
     """
 
-    k: mx.array  # [..., size, key_dim]; one head of each
-    asking: mx.array  # k over q: [..., 2 size, key_dim]; one head of each
+    k: mx.array  # [..., size, key_dim]
+    asking: mx.array  # k over q: [..., 2 size, key_dim]
     v: mx.array  # [..., size, value_dim]
     beta: mx.array  # [..., size, 1]
     since_start: mx.array  # E_i0 [..., size, 1]
@@ -135,7 +136,7 @@ def _in_chunks(rows: Rows, num_chunks: int, size: int) -> _Chunks:
     streams, num_rows, key_heads, _ = rows.k.shape
 
     def cut(x: mx.array) -> mx.array:
-        """[streams, rows, heads, ...] -> [streams, chunks, key_heads, heads of each, size, ...] in float32."""
+        """[streams, rows, heads, ...] -> [streams, chunks, key_heads, heads of each, size, ...], float32."""
         missing = num_chunks * size - num_rows
         padded = mx.pad(x.astype(mx.float32), [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
         split = padded.reshape(streams, num_chunks, size, key_heads, -1, *x.shape[3:])

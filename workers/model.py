@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tokenizers import Tokenizer
 from kvcache.pages import Pools
 from kvcache.rows import row_format
 from kvcache.settings import PAGE_TOKENS
+from kvcache.states import StateLayout, States
 
 from . import weights
 from .errors import ModelError
@@ -29,9 +29,9 @@ from .folder import check_folder, read_json
 from .ledger import Ledger, plan_memory, request_of, shape_of
 from .linear import is_quick, quicken
 from .machine import memory_limit_bytes
-from .messages import KVFacts, TokenizerBundle, encode
-from .mixers import swap_mixers
-from .runner import ModelRunner
+from .messages import KVFacts, StateFacts, TokenizerBundle, encode
+from .mixers import Mixers, swap_mixers
+from .runner import ModelRunner, Network
 from .settings import EngineSettings, environment
 
 
@@ -48,6 +48,7 @@ class Loaded:
     context_length: int
     vocab_size: int
     kv: KVFacts
+    states: StateFacts | None  # None: the model has no recurrent layers
     device: str
     weights: str
     few_rows_linear: bool
@@ -68,12 +69,15 @@ def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
         mx.eval(model.parameters())
     if settings.few_rows_linear and ledger.weights == "fp32" and not mx.metal.is_available():
         quicken(model)
-    swap_mixers(model)
-    pools = _make_pools(settings, model, ledger)
+    mixers = swap_mixers(model)
+    dtype = _compute_dtype(model)
+    pools = _make_pools(settings, mixers, ledger, dtype)
+    states = _make_states(settings, mixers, ledger, dtype)
     _limit_memory(ledger)
+    share = settings.kvcache.shared_reads
     return Loaded(
         model_id=model_name(settings.model),
-        runner=_make_runner(model, pools, share_reads=settings.kvcache.shared_reads),
+        runner=ModelRunner(_network(model, mixers), pools, states, share_reads=share),
         tokenizer=tokenizer,
         bundle=bundle,
         digest=_digest(encode(bundle)).hex(),
@@ -87,6 +91,7 @@ def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
             num_pages=pools.num_pages,
             pool_bytes=pools.nbytes,
         ),
+        states=_facts(states) if states is not None else None,
         device=str(mx.default_device()).removeprefix("Device(").rstrip(")"),
         weights=weights.linear_dtype(model),
         few_rows_linear=is_quick(model),
@@ -133,29 +138,51 @@ def _plan(settings: EngineSettings, config: dict[str, Any], folder: Path, model:
     return plan_memory(shape, request, limit)
 
 
-def _make_pools(settings: EngineSettings, model: nn.Module, ledger: Ledger) -> Pools:
-    attention = model.layers[0].self_attn
+def _make_pools(settings: EngineSettings, mixers: Mixers, ledger: Ledger, dtype: mx.Dtype) -> Pools:
+    attention = mixers.attention[0]
     return Pools(
-        row_format(settings.kvcache.bits, attention.head_dim, _compute_dtype(model)),
-        num_layers=len(model.layers),
+        row_format(settings.kvcache.bits, attention.head_dim, dtype),
+        num_layers=len(mixers.attention),
         num_pages=ledger.num_pages,
         num_kv_heads=attention.num_kv_heads,
         page_tokens=PAGE_TOKENS,
     )
 
 
-def _make_runner(model: nn.Module, pools: Pools, *, share_reads: bool) -> ModelRunner:
-    attention = model.layers[0].self_attn
-    head: Callable[[mx.array], mx.array] = (
-        model.lm_head if "lm_head" in model else model.model.embed_tokens.as_linear
+def _make_states(settings: EngineSettings, mixers: Mixers, ledger: Ledger, dtype: mx.Dtype) -> States | None:
+    if not mixers.recurrent:
+        return None
+    delta = mixers.recurrent[0]
+    layout = StateLayout(
+        num_layers=len(mixers.recurrent),
+        num_heads=delta.num_v_heads,
+        value_dim=delta.head_v_dim,
+        key_dim=delta.head_k_dim,
+        window_rows=delta.window_rows,
+        channels=delta.channels,
+        hidden_size=delta.hidden_size,
+        dtype=dtype,
     )
-    return ModelRunner(
-        pools,
-        body=model.model,
-        head=head,
-        num_layers=len(model.layers),
+    return States(layout, num_workers=settings.workers, num_rows=getattr(ledger, "num_states", None) or 8)
+
+
+def _facts(states: States) -> StateFacts:
+    return StateFacts(
+        dtype=states.dtype_name,
+        bytes_per_state=states.bytes_per_state,
+        num_states=states.num_rows,
+        total_bytes=states.nbytes,
+    )
+
+
+def _network(model: nn.Module, mixers: Mixers) -> Network:
+    text = model.language_model if "language_model" in model else model
+    attention = mixers.attention[0]
+    return Network(
+        body=text.model,
+        head=text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear,
+        are_recurrent=mixers.are_recurrent,
         queries_per_kv=attention.num_heads // attention.num_kv_heads,
-        share_reads=share_reads,
     )
 
 
