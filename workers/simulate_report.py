@@ -106,7 +106,8 @@ class Reports:
         """For people: one column for each order and, of several, their mean."""
         columns = [_column(report) for report in self.orders]
         names = [f"order {number}" for number in range(1, len(columns) + 1)]
-        lines = [("", *names)] + [(name, *(column[name] for column in columns)) for name in columns[0]]
+        rows = _merged(columns)
+        lines = [("", *names)] + [(row, *(column.get(row, "0") for column in columns)) for row in rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             "  ".join(
@@ -149,6 +150,18 @@ def _column(report: Report) -> dict[str, str]:
         "simulated time": f"{report.simulated_seconds:,.0f} s",
         "real time": f"{report.real_seconds:.1f} s",
     }
+
+
+def _merged(columns: Sequence[Mapping[str, str]]) -> list[str]:
+    """The rows of all columns in their order: a cause that only one order has stands behind its title too."""
+    rows: list[str] = []
+    for column in columns:
+        above = 0
+        for row in column:
+            if row not in rows:
+                rows.insert(above, row)
+            above = rows.index(row) + 1
+    return rows
 
 
 def _evictions(title: str, by_cause: Mapping[str, int]) -> dict[str, str]:
