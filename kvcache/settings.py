@@ -17,12 +17,14 @@ class KVCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     bits: "8" stores int8 codes with fp16 scales, "native" the model's compute dtype.
     pool_tokens: tokens that the pool holds, in whole pages; None lets the memory ledger choose.
+    states: checkpoints of a hybrid model's recurrent state that are kept; None lets the memory ledger choose.
     shared_reads: a prefix that running turns share is attended once for all of them.
     prefix_cache: False computes every prompt from its first token and keeps nothing after a turn.
     """
 
     bits: KVBits = "8"
     pool_tokens: int | None = None
+    states: int | None = None
     prefix_cache: bool = True
     shared_reads: bool = True
 
@@ -38,4 +40,9 @@ def check(settings: KVCacheSettings) -> None:
         raise ValueError(
             f"pool_tokens is {settings.pool_tokens}: use at least {PAGE_TOKENS} (one page), "
             "or leave it out and the memory ledger chooses"
+        )
+    if settings.states is not None and settings.states < 1:
+        raise ValueError(
+            f"states is {settings.states}: use at least 1, or leave it out and the memory ledger chooses; "
+            "prefix_cache false keeps none"
         )

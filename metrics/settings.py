@@ -45,15 +45,19 @@ SHORT_VARIABLES = frozenset(
         "TETRARCH_CONTEXT",
         "TETRARCH_HOST",
         "TETRARCH_KV_BITS",
+        "TETRARCH_MEMORY",
         "TETRARCH_MODEL",
         "TETRARCH_POOL_TOKENS",
         "TETRARCH_PORT",
         "TETRARCH_REDIS_URL",
+        "TETRARCH_STATES",
         "TETRARCH_WEIGHTS",
         "TETRARCH_WORKERS",
     }
 )
 """The rooms' short names (`extra={"variable": ...}`): each process must know those of the other."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", re.IGNORECASE)
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -73,6 +77,7 @@ class Field:
     flag: str  # without the leading dashes
     variable: str | None  # a further environment variable, fully spelled
     secret: bool
+    is_size: bool = False  # bytes, which text may give as 96GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +113,9 @@ def load(
 
 def fields_of(struct_type: type[msgspec.Struct]) -> list[Field]:
     """The leaves in order. A field's `Meta` gives its `description`, and in `extra`: `flag` (another flag
-    name), `variable` (a short environment alias), `secret`; a nested struct's `flags` and `variables` give
-    its fields'. Without a description, the line `name: what it does` of the struct's docstring is the help.
+    name), `variable` (a short environment alias), `secret`, `is_size`; a nested struct's `flags` and
+    `variables` give its fields'. Without a description, the line `name: what it does` of the struct's
+    docstring is the help.
     """
     return list(_walk(struct_type, prefix="", outer={}))
 
@@ -180,6 +186,7 @@ def _walk(struct_type: type[msgspec.Struct], prefix: str, outer: Mapping[str, An
             flag=flag,
             variable=variables.get(info.name) or extra.get("variable"),
             secret=bool(extra.get("secret")),
+            is_size=bool(extra.get("is_size")),
         )
 
 
@@ -242,7 +249,7 @@ def _from_environ(environ: Mapping[str, str], section: str, fields: Mapping[str,
 
 
 def _converted(field: Field, given: _Given) -> Any:
-    value = given.value
+    value = _size(given.value) if field.is_size else given.value
     if given.is_text and _is_list(field.type):
         value = [part.strip() for part in value.split(",") if part.strip()]
     elif isinstance(value, int) and str(value) in _choices(field.type):
@@ -251,7 +258,16 @@ def _converted(field: Field, given: _Given) -> Any:
         return msgspec.convert(value, field.type, strict=not given.is_text, dec_hook=_decode_path)
     except msgspec.ValidationError as error:
         shown = "***" if field.secret else _short(given.value)
-        raise SettingsError(f"{given.source} = {shown}: give {_describe(field.type)}") from error
+        right = "a size like 96GB, 512MB or plain bytes" if field.is_size else _describe(field.type)
+        raise SettingsError(f"{given.source} = {shown}: give {right}") from error
+
+
+def _size(value: Any) -> Any:
+    """Bytes of a text like 96GB, 1.5 GiB or 512MB, all powers of 2^10; anything else as it is."""
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return value
+    return int(float(match[1]) * 2 ** (10 * (1 + "KMGT".index(match[2].upper()))))
 
 
 def _built(struct_type: type[Settings], section: str, values: Mapping[str, Any], prefix: str) -> Settings:

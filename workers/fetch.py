@@ -29,10 +29,12 @@ from huggingface_hub.errors import (
     RemoteEntryNotFoundError,
 )
 
+from .architectures import text_config
 from .errors import ModelError
 from .families import check_config
-from .folder import check_folder, read_json
+from .folder import check_folder, read_config, read_json
 from .gguf import FORMAT, convert_gguf
+from .parameters import estimated_bytes
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -96,20 +98,26 @@ def resolve_model(name_or_path: str | None, cache: Path, *, progress: Progress =
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the memory ledger asks of a model: its checked config, and the bytes of its weight files."""
+    """What the memory ledger asks of a model: its checked, flat config, and the bytes of its weight files."""
 
     config: dict[str, Any]
     native_bytes: int
+    is_estimate: bool = False  # native_bytes is computed from the config: there are no weight files
 
 
 def survey_model(name_or_path: str | None, cache: Path, *, progress: Progress = silent) -> Survey:
-    """As `resolve_model`, but of a repo only the config and the size are asked for. Raises ModelError."""
+    """As `resolve_model`, but a config is enough: in a folder, or the one that a repo is asked for.
+
+    Raises ModelError.
+    """
     name = name_or_path or ""
     if _is_repo(name):
         with _repo_errors(name):
-            config = read_json(Path(hf_hub_download(name, "config.json")))
-            check_config(config)
-            return Survey(config, _repo_weight_bytes(name))
+            return Survey(_repo_config(name), _repo_weight_bytes(name))
+    given = Path(name).expanduser()
+    if name and given.is_dir() and not any(given.glob("model*.safetensors")):
+        config = read_config(given)
+        return Survey(config, estimated_bytes(config), is_estimate=True)
     folder = resolve_model(name_or_path, cache, progress=progress)
     return Survey(
         check_folder(folder), sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
@@ -230,11 +238,17 @@ def _is_repo(name: str) -> bool:
 def _from_repo(repo: str, progress: Progress) -> Path:
     """The config first: a model that does not work here is refused before its weights are downloaded."""
     with _repo_errors(repo):
-        check_config(read_json(Path(hf_hub_download(repo, "config.json"))))
+        _repo_config(repo)
         progress(f"fetching {repo}")
         folder = Path(snapshot_download(repo, allow_patterns=_PATTERNS))
     check_folder(folder)
     return folder
+
+
+def _repo_config(repo: str) -> dict[str, Any]:
+    config = text_config(read_json(Path(hf_hub_download(repo, "config.json"))))
+    check_config(config)
+    return config
 
 
 def _repo_weight_bytes(repo: str) -> int:

@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from .architectures import text_config
 from .errors import ModelError
 from .families import check_config
 
@@ -14,17 +15,23 @@ _AGAIN = "download or convert the model again"
 
 
 def check_folder(folder: Path) -> dict[str, Any]:
-    """The folder's config. Raises ModelError that names the broken, missing or truncated file."""
+    """The folder's config, flat. Raises ModelError that names the broken, missing or truncated file."""
+    config = read_config(folder)
+    for name in _weight_files(folder):
+        _check_safetensors(folder / name)
+    read_json(folder / "tokenizer.json")
+    return config
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The checked, flat config of a folder that may hold nothing else. Raises ModelError."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
-    config = read_json(folder / "config.json")
+    config = text_config(read_json(folder / "config.json"))
     try:
         check_config(config)
     except ModelError as error:
         raise type(error)(f"{folder.name}: {error}") from None
-    for name in _weight_files(folder):
-        _check_safetensors(folder / name)
-    read_json(folder / "tokenizer.json")
     return config
 
 

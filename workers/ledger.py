@@ -6,14 +6,16 @@ Pure arithmetic: reads no file, asks no machine, allocates nothing. All sizes ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from kvcache.settings import PAGE_TOKENS, KVBits
 
 from .errors import DoesNotFit, UnsupportedModel
+from .scratch import scratch_bytes
 from .settings import EngineSettings
+from .shapes import ModelShape
+from .shapes import shape_of as shape_of
 
 MEBIBYTE = 2**20
 BUS_BYTES = 256 * MEBIBYTE
@@ -22,39 +24,23 @@ BUS_BYTES = 256 * MEBIBYTE
 _PROCESS_BYTES = 350 * MEBIBYTE  # interpreters and libraries of engine and gateway, tokenizer included
 _USABLE_PERCENT = 90  # of the limit; the rest is the system's and the allocators' rounding
 _CHUNK_ROWS = 2048  # of one prefill chunk when nobody decodes
-_TILE_TOKENS = 4096  # of context that attention over pages scores at a time, at the most,
-_TILE_SCORES = 2**25  # and the most scores of one such tile (kvcache/attention.py)
 _LOGIT_COPIES = 6  # logits, log-probabilities, sorted values and their indices
 _SMALLEST_CONTEXT = 2 * PAGE_TOKENS
+_USUAL_STATES = 8  # checkpoints of a hybrid's state for each worker,
+_STATES_PERCENT = 25  # and the most that they take of what pages and checkpoints share, unless asked for
 
 HeldWeights = Literal["native", "fp32"]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What the arithmetic needs of a model. native_bytes is the size of its weight files."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    context_length: int
-    num_parameters: int
-    native_bytes: int
-    compute_bytes: int = 2  # of one activation when the weights stay native
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """Settings that cost memory. context and pool_tokens None: as much as the model has and as fits."""
+    """Settings that cost memory. context, pool_tokens and states None: as much as is usual and as fits."""
 
     workers: int = 4
     context: int | None = None
     kv_bits: KVBits = "8"
     pool_tokens: int | None = None
+    states: int | None = None  # checkpoints of a hybrid's recurrent state; nothing to a dense model
     weights: HeldWeights = "native"
     bus_bytes: int = BUS_BYTES  # 0 when the bus runs elsewhere
 
@@ -74,10 +60,12 @@ class Ledger:
     limit_bytes: int
     context: int  # tokens of prompt and answer that one turn may have
     num_pages: int
+    num_states: int | None  # checkpoints; None for a dense model
     kv_bytes_per_token: int
+    state_bytes: int  # of one recurrent state; 0 for a dense model
     weights: HeldWeights
     scratch_bytes: int
-    wired_bytes: int  # weights and pool
+    wired_bytes: int  # weights, pool and states
     bus_bytes: int
     notes: tuple[str, ...] = ()  # what was made smaller than asked or usual
 
@@ -96,29 +84,6 @@ class Ledger:
         return [*rows, *self.notes]
 
 
-def shape_of(config: Mapping[str, Any], native_bytes: int) -> ModelShape:
-    """A checked config (`families.check_config`) as a shape."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    layers, inner, vocabulary = config["num_hidden_layers"], config["intermediate_size"], config["vocab_size"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * inner + 2 * hidden
-    tied = config.get("tie_word_embeddings", True)
-    return ModelShape(
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-        context_length=config.get("max_position_embeddings") or 32768,
-        num_parameters=layers * layer + vocabulary * hidden * (1 if tied else 2) + hidden,
-        native_bytes=native_bytes,
-        compute_bytes=4 if (config.get("torch_dtype") or config.get("dtype")) == "float32" else 2,
-    )
-
-
 def request_of(
     settings: EngineSettings, shape: ModelShape, limit_bytes: int, *, is_cpu: bool
 ) -> MemoryRequest:
@@ -128,6 +93,7 @@ def request_of(
         context=settings.context,
         kv_bits=settings.kvcache.bits,
         pool_tokens=settings.kvcache.pool_tokens,
+        states=settings.kvcache.states if settings.kvcache.prefix_cache else 0,
         weights="fp32" if settings.weights == "fp32" else "native",
         bus_bytes=_bus_bytes(settings),
     )
@@ -144,7 +110,7 @@ def _bus_bytes(settings: EngineSettings) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, request: MemoryRequest) -> int:
-    """K and V of one token in every layer. Raises UnsupportedModel for a head that 8 bits cannot store."""
+    """K and V of one token in all attention layers. Raises UnsupportedModel for heads unfit for 8 bits."""
     if request.kv_bits == "native":
         row = shape.head_dim * _compute_bytes(shape, request)
     else:
@@ -154,7 +120,7 @@ def kv_bytes_per_token(shape: ModelShape, request: MemoryRequest) -> int:
                 f"8-bit KV needs heads of a multiple of 32, not {shape.head_dim}: use --kv-bits native"
             )
         row = shape.head_dim + 4 * (shape.head_dim // group)  # codes; an fp16 scale and bias for each group
-    return 2 * shape.num_layers * shape.num_kv_heads * row
+    return 2 * shape.num_attention_layers * shape.num_kv_heads * row
 
 
 def plan_memory(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> Ledger:
@@ -181,31 +147,65 @@ def mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / MEBIBYTE:,.1f} MiB"
 
 
+def state_bytes(shape: ModelShape, request: MemoryRequest) -> int:
+    """One recurrent state of all layers; 0 for a dense model."""
+    return shape.delta.state_bytes(_compute_bytes(shape, request)) if shape.delta else 0
+
+
+def _checkpoint_bytes(shape: ModelShape, request: MemoryRequest) -> int:
+    """A kept state and the last hidden row, from which a replay needs only the head."""
+    return state_bytes(shape, request) + shape.hidden_size * _compute_bytes(shape, request)
+
+
 def _compute_bytes(shape: ModelShape, request: MemoryRequest) -> int:
     return 4 if request.weights == "fp32" else shape.compute_bytes
 
 
 def _fixed(shape: ModelShape, request: MemoryRequest) -> tuple[LedgerItem, ...]:
-    """Everything but the pool."""
-    size = _compute_bytes(shape, request)
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    """Everything but the pool and the checkpoints."""
     rows = min(_CHUNK_ROWS, request.context or shape.context_length) + request.workers
-    activations = rows * (4 * shape.hidden_size + 3 * shape.intermediate_size + 2 * heads) * size
-    scores = 3 * 4 * min(rows * shape.num_heads * _TILE_TOKENS, _TILE_SCORES)
+    scratch = scratch_bytes(shape, rows, _compute_bytes(shape, request))
     sampling = request.workers * shape.vocab_size * 4 * _LOGIT_COPIES
     weights = 4 * shape.num_parameters if request.weights == "fp32" else shape.native_bytes
     return (
         LedgerItem("weights", weights, request.weights),
-        LedgerItem("scratch", activations + scores, f"prefill chunk of {rows:,} rows; MLX's cache limit"),
+        LedgerItem("scratch", scratch, f"prefill chunk of {rows:,} rows; MLX's cache limit"),
         LedgerItem("sampling", sampling, "logits of each worker"),
         LedgerItem("bus", request.bus_bytes, "its maxmemory" if request.bus_bytes else "not on this machine"),
         LedgerItem("processes", _PROCESS_BYTES, "interpreters and libraries"),
     )
 
 
+def _left(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> int:
+    """Bytes for pages and checkpoints beside everything else; negative when not even that fits."""
+    fixed = sum(item.num_bytes for item in _fixed(shape, request))
+    live = request.workers * state_bytes(shape, request)
+    return limit_bytes * _USABLE_PERCENT // 100 - fixed - live
+
+
+def _num_states(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> int:
+    """Checkpoints to keep: as asked, else the usual number as far as there is room; one a worker at least."""
+    if shape.delta is None:
+        return 0
+    if request.states is not None:
+        return request.states
+    left = _left(shape, request, limit_bytes)
+    beside = left - _needed_tokens(shape, request) * kv_bytes_per_token(shape, request)
+    share = beside if request.pool_tokens is not None else min(beside, left * _STATES_PERCENT // 100)
+    fitting = share // _checkpoint_bytes(shape, request)
+    return max(request.workers, min(_USUAL_STATES * request.workers, fitting))
+
+
+def _needed_tokens(shape: ModelShape, request: MemoryRequest) -> int:
+    """The least that the pool must hold, in whole pages."""
+    least = request.pool_tokens or min(request.context or _SMALLEST_CONTEXT, shape.context_length)
+    return _whole_pages(least)
+
+
 def _room(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> int:
     """Tokens, in whole pages, that fit beside everything else; negative when not even that fits."""
-    left = limit_bytes * _USABLE_PERCENT // 100 - sum(item.num_bytes for item in _fixed(shape, request))
+    checkpoints = _num_states(shape, request, limit_bytes) * _checkpoint_bytes(shape, request)
+    left = _left(shape, request, limit_bytes) - checkpoints
     return left // (kv_bytes_per_token(shape, request) * PAGE_TOKENS) * PAGE_TOKENS
 
 
@@ -222,25 +222,46 @@ def _plan(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> Ledger
         return None
     usual = _whole_pages(2 * request.workers * context)
     num_tokens = room if request.pool_tokens is not None else min(usual, room)
+    return _ledger(shape, request, limit_bytes, context=context, num_tokens=num_tokens)
+
+
+def _ledger(
+    shape: ModelShape, request: MemoryRequest, limit_bytes: int, *, context: int, num_tokens: int
+) -> Ledger:
     per_token = kv_bytes_per_token(shape, request)
+    num_states = None if shape.delta is None else _num_states(shape, request, limit_bytes)
     note = f"{num_tokens:,} tokens of {per_token:,} B, kv-bits {request.kv_bits}"
-    pool_item = LedgerItem("pages", num_tokens * per_token, note)
+    kept = [LedgerItem("pages", num_tokens * per_token, note)]
+    if num_states is not None:
+        kept.append(_states_item(shape, request, num_states))
     weights, *others = _fixed(shape, request)
     return Ledger(
-        items=(weights, pool_item, *others),
+        items=(weights, *kept, *others),
         limit_bytes=limit_bytes,
         context=context,
         num_pages=num_tokens // PAGE_TOKENS,
+        num_states=num_states,
         kv_bytes_per_token=per_token,
+        state_bytes=state_bytes(shape, request),
         weights=request.weights,
         scratch_bytes=others[0].num_bytes,
-        wired_bytes=weights.num_bytes + pool_item.num_bytes,
+        wired_bytes=weights.num_bytes + sum(item.num_bytes for item in kept),
         bus_bytes=request.bus_bytes,
-        notes=_notes(shape, request, context, num_tokens),
+        notes=_notes(shape, request, context, num_tokens, num_states),
     )
 
 
-def _notes(shape: ModelShape, request: MemoryRequest, context: int, num_tokens: int) -> tuple[str, ...]:
+def _states_item(shape: ModelShape, request: MemoryRequest, num_states: int) -> LedgerItem:
+    one = state_bytes(shape, request)
+    num_bytes = request.workers * one + num_states * _checkpoint_bytes(shape, request)
+    return LedgerItem(
+        "states", num_bytes, f"{request.workers} live, {num_states} kept, {mebibytes(one)} each"
+    )
+
+
+def _notes(
+    shape: ModelShape, request: MemoryRequest, context: int, num_tokens: int, num_states: int | None
+) -> tuple[str, ...]:
     notes = []
     if request.context is not None and request.context > shape.context_length:
         notes.append(f"context is {context:,}, the model's, not the {request.context:,} asked for")
@@ -251,6 +272,9 @@ def _notes(shape: ModelShape, request: MemoryRequest, context: int, num_tokens: 
     if request.pool_tokens is None and num_tokens < 2 * request.workers * context:
         usual = 2 * request.workers * context
         notes.append(f"the pool is {num_tokens:,} tokens, not the usual {usual:,}: fewer prefixes are kept")
+    usual_states = _USUAL_STATES * request.workers
+    if num_states is not None and request.states is None and num_states < usual_states:
+        notes.append(f"{num_states} states are kept, not the usual {usual_states}: fewer prefixes are found")
     return tuple(notes)
 
 
@@ -260,6 +284,8 @@ def _whole_pages(num_tokens: int) -> int:
 
 def _explanation(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> str:
     fixed = [item for item in _fixed(shape, request) if item.num_bytes]
+    if shape.delta is not None:
+        fixed.insert(1, _states_item(shape, request, _num_states(shape, request, limit_bytes)))
     per_token = kv_bytes_per_token(shape, request)
     context = min(request.context or _SMALLEST_CONTEXT, shape.context_length)
     num_tokens = request.pool_tokens or context
@@ -269,6 +295,8 @@ def _explanation(shape: ModelShape, request: MemoryRequest, limit_bytes: int) ->
             f"would fit: --context {num_tokens}; or --pool-tokens {_whole_pages(context)}"
         )
     parts = [f"{item.name} {mebibytes(item.num_bytes)}" for item in fixed]
+    if shape.delta is not None:
+        parts[1] += f" ({fixed[1].note})"
     parts.append(f"pages for {num_tokens:,} tokens at {per_token:,} B {mebibytes(num_tokens * per_token)}")
     total = sum(item.num_bytes for item in fixed) + num_tokens * per_token
     usable = limit_bytes * _USABLE_PERCENT // 100
@@ -289,10 +317,32 @@ def _remedies(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> li
     if request.kv_bits != "8" and shape.head_dim % 32 == 0 and _plan(shape, eight, limit_bytes):
         found.append("--kv-bits 8")
     for base, words in ((request, ""), (native, "--weights native ")):
-        free = dataclasses.replace(base, context=None, pool_tokens=None)
-        smaller = _plan(shape, free, limit_bytes)
-        if smaller is not None and not found:
-            name = "--context" if request.pool_tokens is None else "--pool-tokens"
-            tokens = smaller.context if request.pool_tokens is None else _room(shape, free, limit_bytes)
-            found.append(f"{words}{name} {tokens}")
-    return found
+        if not found:
+            found += _smaller(shape, base, limit_bytes, words)
+    return found + _fewer_states(shape, request, limit_bytes, is_last_hope=not found)
+
+
+def _smaller(shape: ModelShape, request: MemoryRequest, limit_bytes: int, words: str) -> list[str]:
+    """The largest context or pool that fits; none where even the smallest does not."""
+    free = dataclasses.replace(request, context=None, pool_tokens=None)
+    plan = _plan(shape, free, limit_bytes)
+    if plan is None:
+        return []
+    if request.pool_tokens is None:
+        return [f"{words}--context {plan.context}"]
+    return [f"{words}--pool-tokens {_room(shape, free, limit_bytes)}"]
+
+
+def _fewer_states(
+    shape: ModelShape, request: MemoryRequest, limit_bytes: int, *, is_last_hope: bool
+) -> list[str]:
+    """The number that the ledger would choose, with a smaller pool too where nothing else helped."""
+    if shape.delta is None or not request.states:
+        return []
+    usual = dataclasses.replace(request, states=None)
+    if _plan(shape, usual, limit_bytes) is not None:
+        return [f"--states {_num_states(shape, usual, limit_bytes)}"]
+    free = dataclasses.replace(usual, context=None, pool_tokens=None)
+    num_states = _num_states(shape, free, limit_bytes)
+    fewer = dataclasses.replace(request, states=num_states)
+    return _smaller(shape, fewer, limit_bytes, f"--states {num_states} ") if is_last_hope else []

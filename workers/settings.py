@@ -70,7 +70,11 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     memory_bytes: Annotated[
         Annotated[int, Meta(gt=0)] | None,
-        Meta(description="Memory that the engine may use; left out: what the machine or container allows."),
+        Meta(
+            description="Memory that the engine may use, as 96GB, 512MB or plain bytes (GB and GiB are both "
+            "2^30, as on a Mac's label); left out: what the machine or container allows.",
+            extra={"flag": "memory", "variable": "TETRARCH_MEMORY", "is_size": True},
+        ),
     ] = None
     bus_bytes: Annotated[
         Annotated[int, Meta(ge=0)] | None,
@@ -95,8 +99,17 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         KVCacheSettings,
         Meta(
             extra={
-                "flags": {"bits": "kv-bits", "pool_tokens": "pool-tokens", "prefix_cache": "prefix-cache"},
-                "variables": {"bits": "TETRARCH_KV_BITS", "pool_tokens": "TETRARCH_POOL_TOKENS"},
+                "flags": {
+                    "bits": "kv-bits",
+                    "pool_tokens": "pool-tokens",
+                    "states": "states",
+                    "prefix_cache": "prefix-cache",
+                },
+                "variables": {
+                    "bits": "TETRARCH_KV_BITS",
+                    "pool_tokens": "TETRARCH_POOL_TOKENS",
+                    "states": "TETRARCH_STATES",
+                },
             }
         ),
     ] = msgspec.field(default_factory=KVCacheSettings)

@@ -18,6 +18,11 @@ def test_a_pool_under_one_page_is_refused(pool_tokens: int) -> None:
         KVCacheSettings(pool_tokens=pool_tokens)
 
 
+def test_no_states_at_all_is_refused_with_what_does_that() -> None:
+    with pytest.raises(ValueError, match=r"states is 0: use at least 1.*prefix_cache false"):
+        KVCacheSettings(states=0)
+
+
 def test_unknown_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="bits is '4': use '8'"):
         KVCacheSettings(bits="4")  # type: ignore[arg-type]

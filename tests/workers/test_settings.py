@@ -32,7 +32,9 @@ def test_the_flags_of_the_command() -> None:
     settings = parse(
         *("--model", "folder", "--workers", "2", "--context", "4096", "--kv-bits", "native"),
         *("--pool-tokens", "9000", "--no-prefix-cache", "--weights", "fp32", "--engine-id", "left"),
+        *("--states", "12", "--memory", "96GB"),
     )
+    assert (settings.kvcache.states, settings.memory_bytes) == (12, 96 * 2**30)
     assert (settings.model, settings.workers, settings.context) == ("folder", 2, 4096)
     assert (settings.kvcache.bits, settings.kvcache.pool_tokens) == ("native", 9000)
     assert (settings.kvcache.prefix_cache, settings.weights, settings.engine_id) == (False, "fp32", "left")
@@ -59,11 +61,14 @@ def test_the_names_that_a_user_would_try_first(monkeypatch: pytest.MonkeyPatch) 
         ("KV_BITS", "native"),
         ("POOL_TOKENS", "640"),
         ("WEIGHTS", "fp32"),
+        ("STATES", "5"),
+        ("MEMORY", "2 GiB"),
     ):
         monkeypatch.setenv(f"TETRARCH_{name}", value)
     settings = parse()
     assert (settings.workers, settings.context, settings.weights) == (8, 4096, "fp32")
     assert (settings.kvcache.bits, settings.kvcache.pool_tokens) == ("native", 640)
+    assert (settings.kvcache.states, settings.memory_bytes) == (5, 2**31)
     assert parse("--workers", "2").workers == 2
 
 
@@ -75,6 +80,24 @@ def test_the_file_holds_the_cache_in_a_table_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("96GB", 96 * 2**30),
+        ("96GiB", 96 * 2**30),
+        ("1.5g", 3 * 2**29),
+        ("512MB", 2**29),
+        ("64 kib", 2**16),
+        ("8589934592", 2**33),
+    ],
+)
+def test_memory_is_given_as_it_is_sold(text: str, num_bytes: int, tmp_path: Path) -> None:
+    assert parse("--memory", text).memory_bytes == num_bytes
+    file = tmp_path / "settings.toml"
+    file.write_text(f"[engine]\nmemory_bytes = {text if text.isdigit() else repr(text)}\n")
+    assert load_settings(file, {}).memory_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--workers", "0"], "--workers = '0': give an integer from 1 to 16"),
@@ -82,6 +105,9 @@ def test_the_file_holds_the_cache_in_a_table_of_its_own(tmp_path: Path) -> None:
         (["--context", "1"], "--context = '1': give an integer from 64"),
         (["--kv-bits", "4"], "--kv-bits = '4': give one of 8, native"),
         (["--pool-tokens", "3"], "pool_tokens is 3: use at least 64"),
+        (["--states", "0"], "states is 0: use at least 1"),
+        (["--memory", "much"], "--memory = 'much': give a size like 96GB, 512MB or plain bytes"),
+        (["--memory", "0GB"], "--memory = '0GB': give a size"),
         (["--weights", "int4"], "give one of auto, native, fp32"),
         (["--step-seconds", "nan"], "--step-seconds = 'nan'"),
         (["--bus-bytes", "-1"], "--bus-bytes = '-1'"),
@@ -98,7 +124,13 @@ def test_a_wrong_value_is_refused_with_the_remedy(flags: list[str], words: str) 
 def test_the_report_shows_no_password() -> None:
     report = as_dict(EngineSettings(redis_url="rediss://:word@host:6379"))
     assert "word" not in str(report)
-    assert report["kvcache"] == {"bits": "8", "pool_tokens": None, "prefix_cache": True, "shared_reads": True}
+    assert report["kvcache"] == {
+        "bits": "8",
+        "pool_tokens": None,
+        "states": None,
+        "prefix_cache": True,
+        "shared_reads": True,
+    }
 
 
 def test_this_machines_own_bus_is_for_an_engine_that_was_told_of_none(
