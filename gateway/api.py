@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from workers.messages import Retain
+
 from .errors import GatewayError, InvalidField, shorten
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -36,6 +38,19 @@ class StreamOptions(Struct, frozen=True):
     """`{}` is fine: it asks for nothing."""
 
     include_usage: bool | None = None
+
+
+class HintFields(Struct, frozen=True, kw_only=True):
+    """`tetrarch`: what a caller tells of its agent. All optional; the headers X-Tetrarch-* say the same."""
+
+    session: str | None = None
+    agent: str | None = None
+    parent: str | None = None
+    fork_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    expects: str | None = None
+    final: bool | None = None
+    retain: Retain | None = None
+    explain: bool | None = None
 
 
 class CommonRequest(Struct, frozen=True, kw_only=True):
@@ -59,6 +74,9 @@ class CommonRequest(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     n: int = 1
     user: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, Any] | None = None
+    tetrarch: HintFields | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -168,6 +186,17 @@ REMEDIES = {
     "echo": "false: the prompt is not sent back",
     "suffix": "absent: text is not inserted before a suffix",
     "user": "a string",
+    "prompt_cache_key": "a string",
+    "metadata": "an object",
+    "tetrarch": "an object of hints about the calling agent",
+    "session": "the name of a session: a string",
+    "agent": "the name of an agent: a string",
+    "parent": "the name of the agent that called this one: a string",
+    "fork_tokens": "the number of the prompt's first tokens that are the parent's: a whole number from 0",
+    "expects": "the name of the tool whose result comes next: a string",
+    "final": "true or false",
+    "retain": "'session', 'ephemeral' or 'pin'",
+    "explain": "true or false",
     "top_logprobs": "a whole number from 0 to 20, with logprobs true",
     "tools": "a list of {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}",
     "tool_calls": "a list of {'id': ..., 'function': {'name': ..., 'arguments': ...}}",

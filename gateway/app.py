@@ -15,7 +15,9 @@ from .health import get_health, get_ready
 from .metrics_page import DIRECTORY, INSTRUMENTS, RUNS, count_response, get_metrics
 from .middleware import MIDDLEWARES, name_response
 from .models import get_model, get_models
+from .prompts import PromptLibrary
 from .runs import Runs
+from .sessions import post_cancel
 from .settings import GatewaySettings
 from .state import STATE, Followers, State
 from .stream import get_run
@@ -36,13 +38,15 @@ def build_app(
     `instruments`: None leaves /metrics out.
     """
     app = web.Application(middlewares=MIDDLEWARES, client_max_size=settings.body_limit_bytes)
-    app[STATE] = State(settings, runs, directory, tokens, Followers(runs), is_bus_up)
+    library = PromptLibrary(normalises=settings.normalise_prompts)
+    app[STATE] = State(settings, runs, directory, tokens, Followers(runs), is_bus_up, library)
     app.add_routes(
         [
             web.post("/v1/chat/completions", post_chat),
             web.get("/v1/chat/completions/{id}", get_run),
             web.post("/v1/completions", post_completion),
             web.get("/v1/completions/{id}", get_run),
+            web.post("/v1/sessions/{session}/cancel", post_cancel),
             web.get("/v1/models", get_models),
             web.get("/v1/models/{model:.+}", get_model),
             web.get("/health", get_health),

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from workers.messages import Sampling
+from workers.messages import EngineInfo, Sampling, Submit
 
 from .admission import Admission, Ticket, retry_after_seconds
 from .directory import Directory, EngineView
+from .hints import NO_HINTS, Hints, Names
 from .router import Candidate, Memory, Route, pick
 
 
@@ -27,7 +28,9 @@ class Order:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     tenant: str = ""
-    agent: str = ""
+    hints: Hints = NO_HINTS  # with the names that the agent has in the end, inferred or told
+    system_tokens: int = 0  # as in Submit
+    turn_tokens: int = 0
     request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer
 
     @property
@@ -36,9 +39,60 @@ class Order:
         return len(self.token_ids) // 4
 
     @property
+    def names(self) -> Names:
+        """Where the call belongs."""
+        return self.hints.names
+
+    @property
+    def agent(self) -> str:
+        """The agent, for lines and routes: unique over tenants and sessions; "" for one without a name."""
+        return self._unique(self.names.agent) if self.names.agent else ""
+
+    @property
+    def parent(self) -> str:
+        """The agent that called it, likewise."""
+        return self._unique(self.names.parent) if self.names.parent else ""
+
+    @property
+    def session(self) -> str:
+        """Its session, likewise: no agent has that name."""
+        return self._unique("") if self.names.session else ""
+
+    def _unique(self, agent: str) -> str:
+        return "\0".join((self.tenant, self.names.session, agent))
+
+    @property
     def line(self) -> str:
         """Orders of one line may go to the same engines."""
         return line_of(self.engine)
+
+
+def submit_of(order: Order, run_id: str, attempt: int, engine: EngineInfo) -> Submit:
+    """The turn as that engine is told of it."""
+    hints, names = order.hints, order.names
+    return Submit(
+        run_id=run_id,
+        attempt=attempt,
+        incarnation=engine.incarnation,
+        digest=engine.digest,
+        token_ids=order.token_ids,
+        max_tokens=order.max_tokens,
+        sampling=order.sampling,
+        stop=order.stop,
+        stop_token_ids=order.stop_token_ids,
+        ignore_eos=order.ignore_eos,
+        tenant=order.tenant,
+        session=names.session,
+        agent=names.agent,
+        parent=names.parent,
+        fork_tokens=min(hints.fork_tokens, order.prompt_tokens),
+        expects=hints.expects,
+        is_final=hints.is_final,
+        retain=hints.retain,
+        system_tokens=order.system_tokens,
+        turn_tokens=order.turn_tokens,
+        explain=hints.explain,
+    )
 
 
 def line_of(engine: EngineView) -> str:
@@ -139,13 +193,21 @@ class Places:
         """Living, ready engines that could take the order."""
         return [engine for engine in self._directory.like(order.engine) if engine.stats.ready]
 
+    def living(self) -> list[str]:
+        """The ids of all living engines."""
+        return [engine.info.engine_id for engine in self._directory.engines() if engine.alive]
+
     def _room(self, engine: EngineView) -> int:
         return self._admission.room(engine.info.engine_id, engine.info.num_workers)
 
     def _route(self, run_id: str, order: Order) -> EngineView | None:
         engines = {engine.info.engine_id: engine for engine in self.others(order) if self._room(engine)}
         candidates = [self._candidate(engine, order) for engine in engines.values()]
-        route = pick(order.prompt_tokens, candidates, self._memory.last_engine(order.agent))
+        route = pick(
+            order.prompt_tokens,
+            candidates,
+            self._memory.last_engine((order.agent, order.parent, order.session)),
+        )
         if route is None:
             return None
         self._note(run_id, order, route, engines[route.engine_id])
@@ -155,6 +217,7 @@ class Places:
         self._uncached[run_id] = route.uncached_tokens
         incarnation = engine.info.incarnation
         self._memory.note(order.agent, route.engine_id, incarnation, order.token_ids, cold=route.cold)
+        self._memory.place((order.agent, order.session), route.engine_id)
 
     def _candidate(self, engine: EngineView, order: Order) -> Candidate:
         engine_id, incarnation = engine.info.engine_id, engine.info.incarnation

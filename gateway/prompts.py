@@ -6,33 +6,29 @@ A caller's text never becomes a control token. Knows no engines, no sampling and
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
+import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import jinja2
-import structlog
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from workers.messages import TokenizerBundle
 
+from .boundaries import PROBE, Frame, Frames
 from .control_tokens import Marks
 from .errors import GatewayError, InvalidField, shorten
-from .tokenizer import PromptTokenizer
+from .template import BrokenTemplate, compiled, strftime_now
+from .tokenizer import AnswerPlace, PromptTokenizer, Span, span_keys
+from .written import WrittenCalls
 
 INLINE_RENDER_CHARS = 32_768
 """A bigger conversation is marked and rendered in a thread."""
 
 VALUE_CHARS = 16
 """What a value of any kind costs to walk, in characters of text."""
-
-log = structlog.get_logger(__name__)
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -58,115 +54,20 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt's ids, and the plain text that its answer continues (after the last control token)."""
+    """A prompt's ids, where its answer continues them, and its boundaries as in Submit (0: not told)."""
 
     token_ids: bytes  # little-endian uint32
-    answer_prefix: str = ""
-
-
-class _Generation(Extension):
-    """`{% generation %}` frames the assistant's words for training; a prompt ignores the frame."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it without ClassVar
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _PlainNamespace(Namespace):
-    """jinja2's namespace without underscore names, through which templates have left the sandbox."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        attributes = dict(*rest, **kwargs)
-        for name in attributes:
-            _check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"the template stores the underscore name {name!r}")
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position or name
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-class _PlainDict:
-    """`dict(...)` in templates, without the class behind it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-def compile_template(source: str) -> jinja2.Template:
-    """The template in transformers' sandbox and with its options. Raises jinja2.TemplateSyntaxError."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _PlainDict(),
-        "namespace": _PlainNamespace,
-    }
-    return environment.from_string(source)
+    place: AnswerPlace
+    system_tokens: int = 0
+    turn_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class BrokenTemplate:
-    """A chat template that does not compile: `where` and why."""
+class _Layout:
+    """A rendered prompt taken apart."""
 
-    where: str
-    problem: str
-
-    @property
-    def message(self) -> str:
-        """What callers of chat are told."""
-        return (
-            f"This model's chat template is broken ({self.where}: {self.problem}). Correct it in the model's "
-            "tokenizer_config.json or chat_template.jinja and restart the engine; /v1/completions works."
-        )
-
-
-def _compiled(source: str) -> jinja2.Template | BrokenTemplate | None:
-    """None: there is none. A broken one is logged, once: it breaks chat, and nothing else."""
-    if not source:
-        return None
-    try:
-        return compile_template(source)
-    except jinja2.exceptions.TemplateSyntaxError as error:
-        broken = BrokenTemplate(f"line {error.lineno}", shorten(error.message or "not a template", 200))
-    except (jinja2.exceptions.TemplateError, RecursionError, SyntaxError, ValueError) as error:
-        broken = BrokenTemplate("as a whole", type(error).__name__)
-    log.warning("chat_template_broken", where=broken.where, problem=broken.problem)
-    return broken
+    spans: list[Span]
+    frame: Frame
 
 
 class Prompts:
@@ -176,7 +77,10 @@ class Prompts:
         self.tokenizer = PromptTokenizer(bundle)
         self._special_tokens = dict(bundle.special_tokens)
         self._knows_developer = "developer" in bundle.chat_template
-        self._template = _compiled(bundle.chat_template)
+        self._template = compiled(bundle.chat_template)
+        self._is_dated = "strftime_now" in bundle.chat_template
+        self._frames = Frames()
+        self._written = WrittenCalls()
 
     async def encode(
         self, conversation: Conversation, *, max_tokens: int, scope: bytes = b""
@@ -187,17 +91,60 @@ class Prompts:
         """
         try:
             if is_small(conversation.messages, conversation.tools, conversation.variables):
-                rendered = self.render(conversation)
+                layout = self._lay_out(conversation, max_tokens, scope)
             else:
-                rendered = await asyncio.to_thread(self.render, conversation)
-            self.tokenizer.check_length(rendered.text, max_tokens, "messages")
-            token_ids = await self.tokenizer.encode_prompt(
-                rendered.text, rendered.marks, max_tokens=max_tokens, scope=scope
-            )
+                layout = await asyncio.to_thread(self._lay_out, conversation, max_tokens, scope)
+            encoded = await self.tokenizer.encode_spans(layout.spans, max_tokens=max_tokens, scope=scope)
         except (UnicodeEncodeError, RecursionError) as error:
             problem = "are nested too deep" if isinstance(error, RecursionError) else "hold what is not UTF-8"
             raise InvalidField("messages", f"The messages {problem}.") from None
-        return EncodedPrompt(token_ids, self._answer_prefix(rendered.text))
+        frame = layout.frame
+        return EncodedPrompt(
+            b"".join(encoded.parts),
+            encoded.place,
+            system_tokens=encoded.num_tokens(0, frame.system_end(encoded.keys)),
+            turn_tokens=encoded.num_tokens(0, frame.turn_end(encoded.keys)),
+        )
+
+    def _lay_out(self, conversation: Conversation, max_tokens: int, scope: bytes) -> _Layout:
+        frame = self._frame(conversation) if self.tokenizer.by_span else Frame()
+        restored = self._written.restore(conversation.messages, scope=scope)
+        if restored is not None:
+            as_written = Conversation(restored.messages, conversation.tools, conversation.variables)
+            with contextlib.suppress(InvalidField):
+                spans = self._spans(as_written, max_tokens)
+                if restored.spans <= {span.text for span in spans}:
+                    return _Layout(spans, frame)
+        return _Layout(self._spans(conversation, max_tokens), frame)
+
+    def _spans(self, conversation: Conversation, max_tokens: int) -> list[Span]:
+        rendered = self.render(conversation)
+        self.tokenizer.check_length(rendered.text, max_tokens, "messages")
+        return self.tokenizer.split(rendered.text, rendered.marks)
+
+    def _frame(self, conversation: Conversation) -> Frame:
+        """What the prompts of this system part share: two small renderings, once for each."""
+        system = list(itertools.takewhile(_is_system, conversation.messages))
+        today = strftime_now("%F") if self._is_dated else ""
+        made_of = repr((system, conversation.tools, conversation.variables, today))
+        key = hashlib.blake2b(made_of.encode(errors="surrogatepass"), digest_size=16).digest()
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._probe([*system, {"role": "user", "content": PROBE}], conversation)
+            self._frames.put(key, frame)
+        return frame
+
+    def _probe(self, messages: list[Message], conversation: Conversation) -> Frame:
+        variables = conversation.variables or {}
+        bare = {**variables, "add_generation_prompt": False}
+        rendered = []
+        try:
+            for given in (variables, bare):
+                prompt = self.render(Conversation(messages, conversation.tools, given))
+                rendered.append(span_keys(self.tokenizer.split(prompt.text, prompt.marks)))
+        except InvalidField:
+            return Frame()
+        return Frame.of(*rendered)
 
     def render(self, conversation: Conversation) -> Rendered:
         """The prompt's text up to where the answer starts."""
@@ -220,9 +167,13 @@ class Prompts:
                 raise
         return Rendered(self._fill(spelled_out), marks)
 
-    def learn(self, answer_prefix: str, token_ids: Sequence[int], text: str, *, scope: bytes = b"") -> None:
-        """An answer is encoded as the model wrote it when it comes back as history in the same scope."""
-        self.tokenizer.learn(answer_prefix, token_ids, text, scope=scope)
+    def learn(self, place: AnswerPlace, token_ids: Sequence[int], text: str, *, scope: bytes = b"") -> None:
+        """An answer is encoded as the model wrote it when it comes back as history in the same scope, its
+        tool calls also when they come back taken apart.
+        """
+        self.tokenizer.learn(place, token_ids, text, scope=scope)
+        if self.tokenizer.by_span:
+            self._written.learn(place.prefix, text, scope=scope)
 
     def _fill(self, conversation: Conversation) -> str:
         assert isinstance(self._template, jinja2.Template)
@@ -290,10 +241,9 @@ class Prompts:
             case _:
                 return value
 
-    def _answer_prefix(self, text: str) -> str:
-        """The prompt's plain text after its last control token: the answer continues that span."""
-        ends = [found.end() for found in self.tokenizer.control.hard_pattern.finditer(text[-200:])]
-        return text[-200:][ends[-1] :] if ends else ""
+
+def _is_system(message: Message) -> bool:
+    return message["role"] in ("system", "developer")
 
 
 def is_small(*values: Any) -> bool:
@@ -351,9 +301,13 @@ def _strings_of(value: Any) -> Iterator[str]:
 
 
 class PromptLibrary:
-    """One `Prompts` per tokenizer digest, built once and off the event loop."""
+    """One `Prompts` per tokenizer digest, built once and off the event loop.
 
-    def __init__(self) -> None:
+    `normalises`: whether known volatile lines of clients are made constant first.
+    """
+
+    def __init__(self, *, normalises: bool = True) -> None:
+        self.normalises = normalises
         self._building: dict[str, asyncio.Task[Prompts]] = {}
 
     async def get(self, digest: str, bundle: TokenizerBundle) -> Prompts:

@@ -1,17 +1,17 @@
 """A checked request becomes an Order: which engine, which tokens, which limits.
 
-The only validation that depends on a model. Knows no HTTP beyond the names of identity headers.
+The only validation that depends on a model. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import structlog
 
 from workers.messages import EngineInfo, Finished, Sampling
 
@@ -19,56 +19,30 @@ from .answers import Answer, AnswerShape
 from .api import MAX_NESTING, ChatRequest, CommonRequest, CompletionRequest, bad_field, is_deep
 from .directory import Directory, EngineView
 from .errors import InvalidField, NoEngine, context_exceeded
+from .hints import Caller
 from .prompts import Conversation, Message, PromptLibrary, Prompts, is_small
 from .runs import Order
-from .tokenizer import pack_token_ids
+from .tokenizer import AnswerPlace, pack_token_ids
+from .volatile import normalise
+
+log = structlog.get_logger(__name__)
 
 DEFAULT_MODEL = "default"
-AGENT_HEADERS = (
-    "X-Tetrarch-Agent",
-    "X-Agent",
-    "x-claude-code-agent-id",
-    "x-session-id",
-    "x-session-affinity",
-    "session-id",
-)
-MAX_AGENT_CHARS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls: `tenant` never shares prefixes with another, `agent` returns to its last worker."""
-
-    tenant: str = ""
-    agent: str = ""
-
-    @property
-    def scope(self) -> bytes:
-        """What this agent's turns produced is spliced into its own prompts only."""
-        names = f"{self.tenant}\0{self.agent}".encode()
-        return hashlib.blake2b(names, digest_size=8).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An order, and what learns its answer later: `prompts`, as what continues `answer_prefix`."""
+    """An order, and what learns its answer later: `prompts`, as what continues `place`."""
 
     order: Order
     prompts: Prompts
-    answer_prefix: str = ""
+    place: AnswerPlace | None = None  # None: no chat, so its answer does not come back as a message
     scope: bytes = b""
 
     def learn(self, answer: Answer) -> None:
         """The agent's next prompt holds this answer as text: its ids shall be those in the cache."""
-        if isinstance(answer.turn_end, Finished):
-            self.prompts.learn(self.answer_prefix, answer.token_ids, answer.text, scope=self.scope)
-
-
-def caller_of(headers: Mapping[str, str], user: str | None, tenant: str) -> Caller:
-    """Identity from the first header that clients use for it, else from the `user` field."""
-    named = next((headers[name] for name in AGENT_HEADERS if headers.get(name)), user or "")
-    cleaned = "".join(character for character in named if character.isprintable()).strip()
-    return Caller(tenant, cleaned[:MAX_AGENT_CHARS])
+        if self.place is not None and isinstance(answer.turn_end, Finished):
+            self.prompts.learn(self.place, answer.token_ids, answer.text, scope=self.scope)
 
 
 def find_engine(directory: Directory, model: str | None) -> EngineView:
@@ -91,6 +65,8 @@ async def prepare_chat(
         messages = _template_messages(request.raw_messages)
     else:
         messages = await asyncio.to_thread(_template_messages, request.raw_messages)
+    if library.normalises:
+        messages = _normalise(messages)
     prompts = await library.get(engine.info.digest, engine.tokenizer)
     conversation = Conversation(messages, request.raw_tools or None, request.chat_template_kwargs)
     prompt = await prompts.encode(conversation, max_tokens=engine.info.context_length, scope=caller.scope)
@@ -103,7 +79,8 @@ async def prepare_chat(
         tenant=caller.tenant,
     )
     order = _order(request, caller, engine, prompt.token_ids, top_logprobs, shape)
-    return Prepared(order, prompts, prompt.answer_prefix, caller.scope)
+    order = replace(order, system_tokens=prompt.system_tokens, turn_tokens=prompt.turn_tokens)
+    return Prepared(order, prompts, prompt.place, caller.scope)
 
 
 async def prepare_completion(
@@ -128,6 +105,13 @@ async def prepare_completion(
     return Prepared(order, prompts)
 
 
+def _normalise(messages: list[Message]) -> list[Message]:
+    normalised = normalise(messages)
+    if normalised.counts:
+        log.info("prompt_normalised", **normalised.counts)
+    return normalised.messages
+
+
 def _order(
     request: CommonRequest,
     caller: Caller,
@@ -150,7 +134,7 @@ def _order(
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         tenant=caller.tenant,
-        agent=caller.agent,
+        hints=caller.hints,
         request=msgspec.msgpack.encode(shape),
     )
 

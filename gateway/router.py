@@ -7,7 +7,7 @@ whoever was given a cold prompt least recently.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .admission import ANSWER_TOKENS, DEFAULT_DECODE_TOKENS_PER_SECOND, DEFAULT_PREFILL_TOKENS_PER_SECOND
@@ -55,7 +55,7 @@ def cost_seconds(prompt_tokens: int, candidate: Candidate) -> float:
 
 
 def pick(prompt_tokens: int, candidates: Sequence[Candidate], sticky: str | None) -> Route | None:
-    """The engine for a prompt; `sticky` is the agent's last engine. None without candidates."""
+    """The engine for a prompt; `sticky` is the last one of the agent or its kin. None without candidates."""
     if not candidates:
         return None
     costs = {candidate.engine_id: cost_seconds(prompt_tokens, candidate) for candidate in candidates}
@@ -76,7 +76,7 @@ def _route(prompt_tokens: int, chosen: Candidate, *, cold: bool) -> Route:
 
 class Memory:
     """Each agent's last prompt at each engine's last incarnation (all unnamed callers count as one agent), as
-    many of the newest as both bounds allow; and each agent's last engine.
+    many of the newest as both bounds allow; and the last engine of each agent and session.
     """
 
     def __init__(self, num_bytes: int = MEMORY_BYTES, num_prompts: int = MEMORY_PROMPTS) -> None:
@@ -94,11 +94,6 @@ class Memory:
         if cold:
             self._num_cold += 1
             self._last_cold[engine_id] = self._num_cold
-        if agent:
-            self._last_engine[agent] = engine_id
-            self._last_engine.move_to_end(agent)
-            if len(self._last_engine) > 64 * self._num_prompts:
-                self._last_engine.popitem(last=False)
         known, prompts = self._prompts.get(engine_id, (incarnation, OrderedDict()))
         if known != incarnation:  # a new incarnation has an empty cache
             prompts = OrderedDict()
@@ -115,9 +110,17 @@ class Memory:
             return 0
         return max((common_prefix_tokens(prompt, token_ids) for prompt in prompts.values()), default=0)
 
-    def last_engine(self, agent: str) -> str | None:
-        """Where the agent's last turn went; None for an unknown or unnamed agent."""
-        return self._last_engine.get(agent)
+    def place(self, names: Iterable[str], engine_id: str) -> None:
+        """An agent's turn goes to that engine; `names` are its own and its session's, "" for none."""
+        for name in filter(None, names):
+            self._last_engine[name] = engine_id
+            self._last_engine.move_to_end(name)
+            if len(self._last_engine) > 64 * self._num_prompts:
+                self._last_engine.popitem(last=False)
+
+    def last_engine(self, names: Iterable[str]) -> str | None:
+        """Where the first known one of these was placed last: agent, parent, session."""
+        return next((self._last_engine[name] for name in names if name in self._last_engine), None)
 
     def last_cold(self, engine_id: str) -> int:
         """A counter's value when that engine was last given a cold prompt; 0: never."""

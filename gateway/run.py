@@ -73,7 +73,7 @@ class Run:
 
     def in_logs(self) -> contextlib.AbstractContextManager[None]:
         """Lines inside are about this run."""
-        return about_run(self.run_id, self.order.agent if self.order is not None else "")
+        return about_run(self.run_id, self.order.names.session if self.order is not None else "")
 
     def _seconds_to(self, moment: float | None) -> float | None:
         return None if moment is None or self.order is None else moment - self.asked_at

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Container, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,10 @@ from workers.messages import (
     RUNS_LIVE_KEY,
     Accepted,
     Cancel,
+    CancelAgents,
     Dispatched,
     RunEnded,
-    Submit,
+    Started,
     TurnEnd,
     encode,
     event_id,
@@ -35,7 +36,7 @@ from .bus import Bus, BusLost, Entry, StreamGone
 from .directory import Directory, EngineView
 from .errors import NoEngine, RunNotFound
 from .event_ids import StreamGap, follows, id_pair
-from .places import Order, Places, Reservation
+from .places import Order, Places, Reservation, submit_of
 from .run import Run, RunEvent
 from .run_state import Phase, RunState, advance, cancelled, decode, end_of, failed, fold
 from .tasks import Border, Tasks
@@ -138,6 +139,24 @@ class Runs:
     def num_live(self) -> int:
         """Runs that this gateway follows."""
         return len(self._runs)
+
+    async def cancel_agents(self, root: CancelAgents, agents: Container[str]) -> int:
+        """Ends the runs of `root` and of its descendants, of which this gateway knows `agents`, and tells all
+        living engines to do the same. How many runs were told here. Safe to repeat.
+        """
+        told = [
+            run
+            for run in self.local()
+            if run.order is not None
+            and (run.order.tenant, run.order.names.session) == (root.tenant, root.session)
+            and (not root.agent or run.order.names.agent in agents)
+        ]
+        message = encode(root)
+        await asyncio.gather(
+            *(self.cancel(run.run_id) for run in told),
+            *(self._bus.send(inbox_key(engine_id), message) for engine_id in self._places.living()),
+        )
+        return len(told)
 
     # For the caretaker.
 
@@ -296,20 +315,7 @@ class Runs:
         run.state = state
         run.advance(state.next_id, dispatched)
         self._places.move(run.run_id, engine)
-        submit = Submit(
-            run_id=run.run_id,
-            attempt=run.state.attempt,
-            incarnation=info.incarnation,
-            digest=info.digest,
-            token_ids=order.token_ids,
-            max_tokens=order.max_tokens,
-            sampling=order.sampling,
-            stop=order.stop,
-            stop_token_ids=order.stop_token_ids,
-            ignore_eos=order.ignore_eos,
-            tenant=order.tenant,
-            agent=order.agent,
-        )
+        submit = submit_of(order, run.run_id, run.state.attempt, info)
         await self._bus.send(inbox_key(info.engine_id), encode(submit))
 
     def _follow(self, run: Run) -> None:
@@ -359,6 +365,11 @@ class Runs:
         run.advance(entry.id, event)
         if run.state.phase is Phase.GENERATING:
             self._places.note_prefilled(run.run_id)
+        if isinstance(event, Started) and event.missed is not None:
+            missed = event.missed
+            log.info(
+                "prefix_missed", cause=missed.cause, tokens=missed.recomputed_tokens, position=missed.position
+            )
 
     async def _end(self, run: Run) -> None:
         """Writes the run's end; when another gateway was faster, its end stands."""

@@ -57,6 +57,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_seconds: Annotated[
         float, Meta(gt=0, le=600, description="Longest silence of a stream before a keep-alive is sent.")
     ] = 10.0
+    normalise_prompts: Annotated[
+        bool,
+        Meta(
+            description="Whether lines of known clients that change with every call (billing headers, token "
+            "counts) are made constant, so that what was prefilled before is found again."
+        ),
+    ] = True
     tokens_file: Annotated[
         Path | None,
         Meta(description="File of access tokens (hashes); left out: tokens.json in the home folder."),

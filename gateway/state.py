@@ -13,6 +13,8 @@ from aiohttp import web
 
 from .directory import Directory
 from .errors import GatewayError
+from .kin import Kin
+from .lineage import Lineage
 from .places import Reservation
 from .prompts import PromptLibrary
 from .runs import Order, Runs
@@ -74,7 +76,9 @@ class State:
     tokens: TokenStore
     followers: Followers
     is_bus_up: Callable[[], bool]
-    prompts: PromptLibrary = field(default_factory=PromptLibrary)
+    prompts: PromptLibrary
+    lineage: Lineage = field(default_factory=lambda: Lineage(time.monotonic))
+    kin: Kin = field(default_factory=Kin)
     started: float = field(default_factory=time.monotonic)
 
 

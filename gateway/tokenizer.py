@@ -81,6 +81,27 @@ class Span:
     is_literal: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerPlace:
+    """Where an answer begins: the digest of all spans before its own, and the text that its span has."""
+
+    before: bytes = b""
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSpans:
+    """A prompt's ids (little-endian uint32) by spans, their digests, and where its answer begins."""
+
+    parts: list[bytes]
+    keys: list[bytes]
+    place: AnswerPlace
+
+    def num_tokens(self, start: int, end: int) -> int:
+        """Tokens of the spans in between."""
+        return sum(map(len, self.parts[start:end])) // 4
+
+
 class PromptTokenizer:
     """One engine's tokenizer, as the gateway uses it. Token ids are little-endian uint32 bytes."""
 
@@ -107,20 +128,43 @@ class PromptTokenizer:
         self._bos_id: int | None = self._whole.token_to_id(bos) if bos else None
         self.by_span = self._spans_agree(added, has_normalizer=config.get("normalizer") is not None)
 
-    async def encode_prompt(
-        self, rendered: str, marks: Marks | None, *, max_tokens: int, scope: bytes = b""
-    ) -> bytes:
-        """Token ids of a rendered template; marked literals become ordinary text, never control tokens.
+    async def encode_spans(
+        self, spans: Sequence[Span], *, max_tokens: int, scope: bytes = b""
+    ) -> EncodedSpans:
+        """Token ids of a prompt that `split` has taken apart. `scope` names whose learned answers are used.
 
-        `scope` names whose learned answers are used. Raises InvalidField, see `Prompts.encode`.
+        Raises InvalidField, see `Prompts.encode`.
         """
-        if len(rendered) > 16 * INLINE_CHARS:
-            spans = await asyncio.to_thread(self.split, rendered, marks)
-        else:
-            spans = self.split(rendered, marks)
         if len(spans) > 2 * max_tokens + 1:  # of two neighbours at least one is no plain text: a token
             raise context_exceeded("messages", f"at least {len(spans) // 2}", max_tokens)
-        return await self._encode_spans(spans, scope)
+        if len(spans) > INLINE_SPANS:
+            keys, links = await asyncio.to_thread(_keys, spans)
+        else:
+            keys, links = _keys(spans)
+        encoded: list[bytes | None] = []
+        missing: dict[bytes, Span] = {}
+        for span, key, link in zip(spans, keys, links, strict=True):
+            known = self._known(span, key, link, scope)
+            if known is None:
+                missing[key] = span
+            encoded.append(known)
+        num_chars = sum(len(span.text) for span in missing.values())
+        if num_chars > INLINE_CHARS:
+            fresh = await asyncio.to_thread(self._encode_missing, missing)
+        else:
+            fresh = self._encode_missing(missing)
+        for key, ids in fresh.items():
+            self._cache.put(key, ids)
+        parts = [fresh[key] if ids is None else ids for ids, key in zip(encoded, keys, strict=True)]
+        return EncodedSpans(parts, keys, _place(spans, links))
+
+    def _known(self, span: Span, key: bytes, link: bytes, scope: bytes) -> bytes | None:
+        """A span's ids without encoding: as the answer at this very place, as any answer of the scope, or
+        as text.
+        """
+        if span.control_id is not None:
+            return pack_token_ids([span.control_id])
+        return self._cache.get(link + scope) or self._cache.get(key + scope) or self._cache.get(key)
 
     async def encode_raw(self, text: str, *, max_tokens: int) -> bytes:
         """Token ids of a caller's own rendering: its control literals are control tokens."""
@@ -141,16 +185,19 @@ class PromptTokenizer:
         text: str = self._whole.decode(list(token_ids), skip_special_tokens=False)
         return text
 
-    def learn(self, prefix: str, token_ids: Sequence[int], text: str, *, scope: bytes) -> None:
-        """Takes ids that the model wrote as this scope's encoding of `prefix + text` from now on.
+    def learn(self, place: AnswerPlace, token_ids: Sequence[int], text: str, *, scope: bytes) -> None:
+        """Takes ids that the model wrote as this scope's encoding of `place.prefix + text` from now on.
 
+        At that place for good; elsewhere, where history is rendered otherwise, the newest such answer counts.
         Does nothing unless some head of the ids reads exactly `text`, or where spans cannot stand alone.
         """
         kept = self._head_that_reads(token_ids, text) if self.by_span and text else None
         if kept is None or self.control.hard_pattern.search(text):
             return
-        head = _run(self._plain, prefix) if prefix else b""
-        self._cache.put(_key(Span(prefix + text)) + scope, head + pack_token_ids(kept))
+        head = _run(self._plain, place.prefix) if place.prefix else b""
+        key = _key(Span(place.prefix + text))
+        for name in (_link(place.before, key), key):
+            self._cache.put(name + scope, head + pack_token_ids(kept))
 
     def _head_that_reads(self, token_ids: Sequence[int], text: str) -> Sequence[int] | None:
         for end in range(len(token_ids), max(0, len(token_ids) - 8), -1):
@@ -194,34 +241,6 @@ class PromptTokenizer:
         if position < len(text):
             spans.append(Span(text[position:]))
         return spans
-
-    async def _encode_spans(self, spans: Sequence[Span], scope: bytes) -> bytes:
-        if len(spans) > INLINE_SPANS:
-            keys = await asyncio.to_thread(_keys, spans)
-        else:
-            keys = _keys(spans)
-        encoded: dict[bytes, bytes] = {}
-        missing: dict[bytes, Span] = {}
-        for span, key in zip(spans, keys, strict=True):
-            if not key or key in encoded:
-                continue
-            known = self._cache.get(key + scope) or self._cache.get(key)
-            if known is None:
-                missing[key] = span
-            else:
-                encoded[key] = known
-        num_chars = sum(len(span.text) for span in missing.values())
-        if num_chars > INLINE_CHARS:
-            fresh = await asyncio.to_thread(self._encode_missing, missing)
-        else:
-            fresh = self._encode_missing(missing)
-        for key, ids in fresh.items():
-            self._cache.put(key, ids)
-        encoded |= fresh
-        return b"".join(
-            encoded[key] if span.control_id is None else pack_token_ids([span.control_id])
-            for span, key in zip(spans, keys, strict=True)
-        )
 
     def _encode_missing(self, missing: dict[bytes, Span]) -> dict[bytes, bytes]:
         tokenizer = self._plain if self.by_span else self._whole
@@ -309,11 +328,37 @@ def unpack_token_ids(packed: bytes) -> array[int]:
 _BIG_ENDIAN = array("I", [1]).tobytes()[0] == 0
 
 
-def _keys(spans: Sequence[Span]) -> list[bytes]:
-    """Digests; empty for control tokens."""
-    return [_key(span) if span.control_id is None else b"" for span in spans]
+def span_keys(spans: Sequence[Span]) -> list[bytes]:
+    """A digest of each span: equal ones are encoded alike."""
+    return [_key(span) for span in spans]
+
+
+def _keys(spans: Sequence[Span]) -> tuple[list[bytes], list[bytes]]:
+    """Each span's digest, and the digest of all spans up to and with it."""
+    keys = span_keys(spans)
+    links: list[bytes] = []
+    link = b""
+    for key in keys:
+        link = _link(link, key)
+        links.append(link)
+    return keys, links
 
 
 def _key(span: Span) -> bytes:
+    if span.control_id is not None:
+        return pack_token_ids([span.control_id])
     kind = b"literal" if span.is_literal else b"text"
     return hashlib.blake2b(span.text.encode(), digest_size=16, person=kind).digest()
+
+
+def _link(before: bytes, key: bytes) -> bytes:
+    return hashlib.blake2b(before + key, digest_size=16, person=b"link").digest()
+
+
+def _place(spans: Sequence[Span], links: Sequence[bytes]) -> AnswerPlace:
+    if not spans:
+        return AnswerPlace()
+    last = spans[-1]
+    if last.control_id is not None or last.is_literal:
+        return AnswerPlace(links[-1])
+    return AnswerPlace(links[-2] if len(links) > 1 else b"", last.text)

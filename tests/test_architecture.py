@@ -33,8 +33,13 @@ PURE = [
     "workers/ledger.py",
     "workers/families.py",
     "gateway/event_ids.py",
+    "gateway/hints.py",
+    "gateway/kin.py",
+    "gateway/lineage.py",
     "gateway/router.py",
     "gateway/run_state.py",
+    "gateway/volatile.py",
+    "gateway/written.py",
     "metrics/bus_rules.py",
     "metrics/quantiles.py",
 ]

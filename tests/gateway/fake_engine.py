@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from workers.messages import (
     EVENT_FIELD,
     LEASE_SECONDS,
     Cancel,
+    CancelAgents,
     Cancelled,
     EngineInfo,
     EngineStats,
@@ -53,6 +54,7 @@ class Turn:
     is_cancelled: bool = False
     is_refused: bool = False
     has_ended: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer: ids must come in order
 
 
 async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
@@ -96,6 +98,7 @@ class FakeEngine:
     ) -> None:
         self.turns: list[Turn] = []
         self.cancels: list[Cancel] = []
+        self.agent_cancels: list[CancelAgents] = []
         self.script = script
         self.engine_id = engine_id
         self.incarnation = 1
@@ -163,16 +166,17 @@ class FakeEngine:
 
     async def write(self, turn: Turn, event: Event) -> bool:
         """One event; False when the bus refused it."""
-        turn.sequence += 1
-        key = run_events_key(turn.submit.run_id)
-        fields: Any = {EVENT_FIELD: encode(event)}
-        try:
-            entry = event_id(turn.submit.attempt, turn.sequence)
-            written = await self._client.xadd(key, fields, id=entry, nomkstream=True)
-        except ResponseError:
-            written = None
-        turn.is_refused = written is None
-        return written is not None
+        async with turn.lock:
+            turn.sequence += 1
+            key = run_events_key(turn.submit.run_id)
+            fields: Any = {EVENT_FIELD: encode(event)}
+            try:
+                entry = event_id(turn.submit.attempt, turn.sequence)
+                written = await self._client.xadd(key, fields, id=entry, nomkstream=True)
+            except ResponseError:
+                written = None
+            turn.is_refused = written is None
+            return written is not None
 
     async def finish(self, turn: Turn) -> bool:
         """The turn ends by itself."""
@@ -220,6 +224,8 @@ class FakeEngine:
                         task.add_done_callback(running.discard)
                     elif isinstance(message, Cancel):
                         await self._receive(message)
+                    elif isinstance(message, CancelAgents):
+                        self.agent_cancels.append(message)
 
     async def _run(self, turn: Turn) -> None:
         await self.script(self, turn)

@@ -19,7 +19,7 @@ from workers.messages import (
 )
 
 from .fake_runs import words
-from .http_gateway import CHAT, HELLO, TEXT, Gateway, chunks_of
+from .http_gateway import HELLO, TEXT, Gateway, chunks_of
 from .samples import chatml_bundle
 
 
@@ -156,7 +156,7 @@ async def test_fields_reach_the_order(gateway: Gateway) -> None:
     assert (order.stop, order.stop_token_ids, order.max_tokens, order.ignore_eos) == (("x",), (3,), 9, True)
     assert order.sampling.logit_bias == {5: 2.0}
     assert (order.sampling.temperature, order.sampling.top_k, order.sampling.seed) == (0.0, 7, 2**63 - 1)
-    assert order.agent == "someone"
+    assert order.names.session == "someone"
 
 
 async def test_null_is_the_default(gateway: Gateway) -> None:
@@ -196,18 +196,6 @@ async def test_content_parts_are_joined_in_order(gateway: Gateway) -> None:
     joined = gateway.runs.last.order.token_ids
     await gateway.post({"messages": [{"role": "user", "content": "abc"}]})
     assert gateway.runs.last.order.token_ids == joined
-
-
-@pytest.mark.parametrize(
-    "header", ["X-Tetrarch-Agent", "X-Agent", "x-claude-code-agent-id", "x-session-id", "session-id"]
-)
-async def test_an_agent_is_known_by_its_header(gateway: Gateway, header: str) -> None:
-    headers = {header: " agent-7 " + "x" * 200}
-    async with gateway.http.post(
-        gateway.url + CHAT, json={**HELLO, "user": "u"}, headers=headers
-    ) as response:
-        assert response.status == 200
-    assert gateway.runs.last.order.agent == ("agent-7 " + "x" * 200)[:128]
 
 
 async def test_an_answer_comes_back_as_its_own_token_ids(gateway: Gateway) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gateway.errors import InvalidField
 from gateway.prompts import Conversation, Prompts, is_small
-from gateway.tokenizer import PromptTokenizer, Span, SpanCache, unpack_token_ids
+from gateway.tokenizer import AnswerPlace, PromptTokenizer, Span, SpanCache, unpack_token_ids
 
 from .samples import (
     CHATML,
@@ -318,12 +318,12 @@ def test_tokenizers_that_look_left_are_encoded_whole(scheme: str) -> None:
 def test_an_answer_comes_back_as_the_ids_that_were_generated(chatml: Prompts) -> None:
     question = {"role": "user", "content": "q"}
     prompt = asyncio.run(chatml.encode(Conversation([question]), max_tokens=1000))
-    assert prompt.answer_prefix == "assistant\n"
+    assert prompt.place.prefix == "assistant\n"
     answer = "fox fox"
     clumsy = [i for letter in answer for i in raw_ids(chatml, letter)]
     history = [question, {"role": "assistant", "content": answer}, question]
     usual = encode(chatml, history)
-    chatml.learn(prompt.answer_prefix, [*clumsy, chatml.tokenizer.control.hard["<|im_end|>"]], answer)
+    chatml.learn(prompt.place, [*clumsy, chatml.tokenizer.control.hard["<|im_end|>"]], answer)
     spliced = encode(chatml, history)
     assert spliced != usual
     assert spliced[: len(prompt.token_ids) // 4 + len(clumsy)] == [
@@ -336,7 +336,7 @@ def test_an_answer_comes_back_as_the_ids_that_were_generated(chatml: Prompts) ->
 def test_an_answer_whose_ids_read_otherwise_is_not_learned(chatml: Prompts) -> None:
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "cut by a stop"}]
     usual = encode(chatml, history)
-    chatml.learn("assistant\n", raw_ids(chatml, "another text"), "cut by a stop")
+    chatml.learn(AnswerPlace(prefix="assistant\n"), raw_ids(chatml, "another text"), "cut by a stop")
     assert encode(chatml, history) == usual
 
 

@@ -85,7 +85,6 @@ def test_memory_knows_what_an_incarnation_has_seen() -> None:
     assert memory.covered_tokens("e1", 1, ids(1, 2, 9)) == 2
     assert memory.covered_tokens("e2", 1, ids(1, 2, 9)) == 0
     assert memory.covered_tokens("e1", 2, ids(1, 2, 9)) == 0
-    assert memory.last_engine("agent") == "e1"
     assert memory.last_cold("e1") == 1
     memory.note("other", "e1", 2, ids(5), cold=False)
     assert memory.covered_tokens("e1", 1, ids(1, 2, 9)) == 0

@@ -15,6 +15,7 @@ from gateway.bus import QUEUE_ENTRIES, Bus, BusLost
 from gateway.caretaker import Caretaker
 from gateway.directory import Directory
 from gateway.errors import NoEngine, Overloaded, RunNotFound, UnknownModel
+from gateway.hints import Hints, Names
 from gateway.runs import Order, RunEvent, Runs
 from tests.conftest import ValkeyServer
 from workers.messages import (
@@ -56,7 +57,7 @@ class Gateway:
                 token_ids=b"\1\0\0\0\2\0\0\0\3\0\0\0",
                 max_tokens=10,
                 sampling=Sampling(),
-                agent=agent,
+                hints=Hints(Names(agent, agent)),
             )
         )
 
