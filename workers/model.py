@@ -163,7 +163,7 @@ def _make_states(settings: EngineSettings, mixers: Mixers, ledger: Ledger, dtype
         hidden_size=delta.hidden_size,
         dtype=dtype,
     )
-    return States(layout, num_workers=settings.workers, num_rows=getattr(ledger, "num_states", None) or 8)
+    return States(layout, num_workers=settings.workers, num_rows=ledger.num_states or 0)
 
 
 def _facts(states: States) -> StateFacts:
