@@ -4,6 +4,7 @@ KVCacheError
 ├── PoolExhausted    more pages were asked for than are free
 ├── PathClosed       a path was used after its close or poison
 ├── PathTooShort     rows were committed beyond the pages that the path reserved
+├── StateNotReserved a checkpoint was to be kept without a row that holds its state
 ├── PathsOpen        the cache was cleared under a running path
 └── IntegrityError   pages, locks or tree disagree: a bug in this room, or pages changed behind its back
 """
@@ -25,6 +26,10 @@ class PathClosed(KVCacheError):
 
 class PathTooShort(KVCacheError):
     """Rows were committed beyond the pages that the path reserved."""
+
+
+class StateNotReserved(KVCacheError):
+    """A checkpoint was to be kept without a row that holds its state."""
 
 
 class PathsOpen(KVCacheError):

@@ -3,11 +3,58 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from .checkpoints import Checkpoint, Checkpoints
 from .errors import IntegrityError
+from .nodes import Node, walk
+from .paths import Path
+from .pins import Pins, chain
 from .pool import Owner, PagePool
-from .tree import Node, PrefixTree, walk
+from .tree import PrefixTree
+
+
+def check_counts(pool: PagePool, tree: PrefixTree, states: Checkpoints, paths: Collection[Path]) -> None:
+    """free + tree + live = total, for pages and for rows of states, by counters alone."""
+    num_live = sum(len(path.twins) + len(path.pages) - path.num_published for path in paths)
+    if pool.num_free + tree.num_pages + num_live != pool.num_pages:
+        raise IntegrityError(
+            f"{pool.num_free} free + {tree.num_pages} tree + {num_live} live pages != {pool.num_pages}"
+        )
+    num_reserved = sum(path.state_row is not None for path in paths)
+    rows = states.rows
+    if rows.num_free + len(states) + num_reserved != rows.num_pages:
+        raise IntegrityError(
+            f"{rows.num_free} free + {len(states)} kept + {num_reserved} reserved rows != {rows.num_pages}"
+        )
+
+
+def check_path(path: Path) -> None:
+    """A path's lengths and the chain of nodes that it holds. Costs by depth."""
+    num_pages = sum(len(node.pages) for node in chain(path.node))
+    if num_pages != path.num_published:
+        raise IntegrityError(f"a path published {path.num_published} pages but holds locks on {num_pages}")
+    if not all(node.locks for node in chain(path.node)):
+        raise IntegrityError(f"path {path.number} holds a node without a lock")
+
+
+def check_states(tree: PrefixTree, states: Checkpoints, paths: Iterable[Path], pins: Pins) -> None:
+    """Each row has one owner; each checkpoint lies in its node and is held by whoever needs it."""
+    states.rows.check()
+    _same_pages("kept", states.rows.pages_of(Owner.TREE), (found.row for found in states))
+    reserved = (path.state_row for path in paths if path.state_row is not None)
+    _same_pages("reserved", states.rows.pages_of(Owner.LIVE), reserved)
+    holders = Counter(path.restored for path in paths if path.restored is not None)
+    holders.update(pin.checkpoint for pin in pins if pin.checkpoint is not None)
+    for checkpoint in states:
+        if checkpoint.num_holders != holders[checkpoint]:
+            raise IntegrityError(
+                f"{_named(checkpoint)} has {checkpoint.num_holders} holders, {holders[checkpoint]} hold it"
+            )
+    placed = Counter(found for node in tree.nodes() for found in node.checkpoints)
+    expected = Counter(found for found in states if not found.is_forgotten)
+    for checkpoint in (placed - expected) + (expected - placed):
+        raise IntegrityError(f"{_named(checkpoint)} is kept but in no node, or the other way round")
 
 
 def check_tree(tree: PrefixTree) -> None:
@@ -16,9 +63,9 @@ def check_tree(tree: PrefixTree) -> None:
     for namespace, root in tree.roots.items():
         if root.parent is not None or root.pages or root.key != namespace:
             raise IntegrityError(f"root of namespace {namespace.hex()[:16]} is not a root")
-        if not root.children and not root.locks:
+        if not (root.children or root.tails or root.locks):
             raise IntegrityError(f"root of namespace {namespace.hex()[:16]} is empty and unused")
-        _check_children(root)
+        _check_children(tree, root)
     for node in tree.nodes():
         _check_node(tree, node)
         num_nodes += 1
@@ -31,8 +78,8 @@ def check_tree(tree: PrefixTree) -> None:
         )
     for top in tree.hidden:
         for node in walk(top):
-            if not node.is_hidden or not node.locks:
-                raise IntegrityError(f"{_name(node)} is hidden but matchable or held by nobody")
+            if not node.is_hidden or not node.locks or node.checkpoints:
+                raise IntegrityError(f"{_name(node)} is hidden but matchable, or held by nobody")
 
 
 def check_locks(tree: PrefixTree, held: Iterable[Node]) -> None:
@@ -52,14 +99,10 @@ def check_locks(tree: PrefixTree, held: Iterable[Node]) -> None:
 
 
 def check_owners(pool: PagePool, tree: PrefixTree, live: Iterable[int]) -> None:
-    """free + tree + live = total, and each page has one owner."""
+    """Each page has one owner."""
     pool.check()
     _same_pages("tree", pool.pages_of(Owner.TREE), (page for node in tree.nodes() for page in node.pages))
     _same_pages("live", pool.pages_of(Owner.LIVE), live)
-    if pool.num_free + pool.num_tree + pool.num_live != pool.num_pages:
-        raise IntegrityError(
-            f"{pool.num_free} free + {pool.num_tree} tree + {pool.num_live} live pages != {pool.num_pages}"
-        )
 
 
 def check_page_table(pages: list[int], num_published: int, node: Node, private: Iterable[int]) -> None:
@@ -81,7 +124,7 @@ def _check_node(tree: PrefixTree, node: Node) -> None:
     if not node.pages:
         raise IntegrityError(f"node {node.key.hex()[:16]} has no pages")
     if tree.is_tail(node):
-        if len(node.pages) != 1 or node.children or not node.tokens:
+        if len(node.pages) != 1 or node.children or node.tails or not node.tokens:
             raise IntegrityError(f"{_name(node)} is a tail with several pages, children or no tokens")
     elif len(node.tokens) != len(node.pages) * tree.page_bytes:
         raise IntegrityError(f"{_name(node)} has {len(node.tokens)} token bytes in {len(node.pages)} pages")
@@ -89,13 +132,31 @@ def _check_node(tree: PrefixTree, node: Node) -> None:
         raise IntegrityError(f"{_name(node)} has the key of another page")
     if node.parent is None or node.locks > node.parent.locks:
         raise IntegrityError(f"{_name(node)} has more locks than the node above it")
-    _check_children(node)
+    if node.start != node.parent.end:
+        raise IntegrityError(
+            f"{_name(node)} starts at {node.start}, the node above ends at {node.parent.end}"
+        )
+    _check_children(tree, node)
+    _check_checkpoints(tree, node)
 
 
-def _check_children(node: Node) -> None:
-    for key, child in node.children.items():
-        if child.key != key or child.parent is not node:
-            raise IntegrityError(f"{_name(child)} hangs under a wrong key or parent")
+def _check_checkpoints(tree: PrefixTree, node: Node) -> None:
+    for checkpoint in node.checkpoints:
+        if checkpoint.node is not node or not node.start < checkpoint.position <= node.end:
+            raise IntegrityError(
+                f"{_named(checkpoint)} is not where {_name(node)} ({node.start}, {node.end}] is"
+            )
+        if checkpoint.num_holders and not node.locks:
+            raise IntegrityError(f"{_named(checkpoint)} is held but its node may be evicted")
+    if tree.checkpoints is not None and tree.is_tail(node) and not (node.checkpoints or node.locks):
+        raise IntegrityError(f"{_name(node)} is a tail without a checkpoint")
+
+
+def _check_children(tree: PrefixTree, node: Node) -> None:
+    for among, is_tail in ((node.children, False), (node.tails, True)):
+        for key, child in among.items():
+            if child.key != key or child.parent is not node or tree.is_tail(child) != is_tail:
+                raise IntegrityError(f"{_name(child)} hangs under a wrong key or parent")
 
 
 def _same_pages(owner: str, marked: set[int], found: Iterable[int]) -> None:
@@ -113,3 +174,7 @@ def _same_pages(owner: str, marked: set[int], found: Iterable[int]) -> None:
 
 def _name(node: Node) -> str:
     return f"node at page {node.pages[0]}" if node.pages else "a node without pages"
+
+
+def _named(checkpoint: Checkpoint) -> str:
+    return f"checkpoint at {checkpoint.position} in row {checkpoint.row}"

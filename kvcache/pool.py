@@ -1,4 +1,7 @@
-"""Which pages are free and who owns the others. Knows page numbers only: no bytes, tokens or readers."""
+"""Which pages are free and who owns the others; rows of states are counted by the same rules.
+
+Knows numbers only: no bytes, tokens or readers.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,19 @@ from .errors import IntegrityError, PoolExhausted
 
 
 class Owner(IntEnum):
-    """Every page has exactly one owner."""
+    """Every page (or row) has exactly one owner."""
 
     FREE = 0
-    LIVE = 1  # private to one open path
+    LIVE = 1  # private to one open path; of rows: reserved for a checkpoint
     TREE = 2  # sealed: its bytes never change until the tree lets go of it
 
 
 class PagePool:
-    """Pages [0, num_pages), each FREE, LIVE or TREE."""
+    """Pages [0, num_pages), each FREE, LIVE or TREE; `noun` names one of them in errors."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, noun: str = "page") -> None:
         self.num_pages = num_pages
+        self._noun = noun
         self.num_live = 0
         self._owners = bytearray(num_pages)
         # A stack: the pages freed last are used first; a fresh pool hands out 0, 1, 2, ...
@@ -40,7 +44,9 @@ class PagePool:
     def allocate(self, num_pages: int) -> list[int]:
         """Takes free pages; they become LIVE. Raises PoolExhausted and takes none if there are too few."""
         if num_pages > len(self._free):
-            raise PoolExhausted(f"{num_pages} pages asked for, {len(self._free)} of {self.num_pages} free")
+            raise PoolExhausted(
+                f"{num_pages} {self._noun}s asked for, {len(self._free)} of {self.num_pages} free"
+            )
         if num_pages <= 0:
             return []
         pages = self._free[-num_pages:]
@@ -55,7 +61,7 @@ class PagePool:
         """LIVE pages become the tree's."""
         for page in pages:
             if self._owners[page] != Owner.LIVE:
-                raise IntegrityError(f"page {page} is sealed but it is {self.owner(page).name}")
+                raise IntegrityError(f"{self._noun} {page} is sealed but it is {self.owner(page).name}")
             self._owners[page] = Owner.TREE
         self.num_live -= len(pages)
 
@@ -64,7 +70,7 @@ class PagePool:
         for page in pages:
             owner = self._owners[page]
             if owner == Owner.FREE:
-                raise IntegrityError(f"page {page} is freed twice")
+                raise IntegrityError(f"{self._noun} {page} is freed twice")
             self.num_live -= owner == Owner.LIVE
             self._owners[page] = Owner.FREE
             self._free.append(page)
@@ -77,7 +83,9 @@ class PagePool:
         """Raises IntegrityError when the free list and the owners disagree."""
         free = self.pages_of(Owner.FREE)
         if len(self._free) != len(free) or set(self._free) != free:
-            raise IntegrityError(f"free list holds {len(self._free)} pages, {len(free)} are marked free")
+            raise IntegrityError(
+                f"free list holds {len(self._free)} {self._noun}s, {len(free)} are marked free"
+            )
         num_live = len(self.pages_of(Owner.LIVE))
         if num_live != self.num_live:
-            raise IntegrityError(f"{self.num_live} live pages counted, {num_live} are marked live")
+            raise IntegrityError(f"{self.num_live} live {self._noun}s counted, {num_live} are marked live")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcache.eviction import OldestFirst
+from kvcache.eviction import VictimLine
 
 
 @dataclass(eq=False)
 class Leaf:
     last_use: int
     is_evictable: bool = True
+    rank: int = 1
 
 
-def drain(line: OldestFirst[Leaf]) -> list[Leaf]:
+def drain(line: VictimLine[Leaf]) -> list[Leaf]:
     order = []
     while (leaf := line.victim()) is not None:
         leaf.is_evictable = False
@@ -21,8 +22,8 @@ def drain(line: OldestFirst[Leaf]) -> list[Leaf]:
     return order
 
 
-def offered(*leaves: Leaf) -> OldestFirst[Leaf]:
-    line: OldestFirst[Leaf] = OldestFirst()
+def offered(*leaves: Leaf) -> VictimLine[Leaf]:
+    line: VictimLine[Leaf] = VictimLine()
     for leaf in leaves:
         line.offer(leaf)
     return line

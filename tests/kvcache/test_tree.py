@@ -8,10 +8,12 @@ import pytest
 
 from kvcache.errors import IntegrityError
 from kvcache.integrity import check_locks, check_tree
-from kvcache.tree import Match, Node, PrefixTree, common_tokens
+from kvcache.matching import Match
+from kvcache.nodes import Node, Writer, common_tokens
+from kvcache.tree import PrefixTree
 
 PAGE = 4
-WRITER = 1
+WRITER = Writer(1, "")
 
 
 def data(text: str) -> bytes:
@@ -44,7 +46,7 @@ class Planter:
         """Inserts a text as a turn would; returns the pages that are not needed any more."""
         match = self.match(text, namespace)
         node = self.tree.lock_match(match, self.tick())
-        writer = self.now  # a new one for each
+        writer = Writer(self.now, "")
         start = len(match.pages) * PAGE
         whole = len(text) // PAGE * PAGE
         insertion = self.tree.insert(
@@ -56,9 +58,12 @@ class Planter:
         )
         unneeded = insertion.freed
         if text[whole:]:
-            unneeded += self.tree.insert_tail(
-                insertion.node, data(text[whole:]), self.new_pages(1)[0], writer, self.now
-            )
+            page = self.new_pages(1)[0]
+            rest = data(text[whole:])
+            if self.tree.holder_of(insertion.node, rest) is not None:
+                unneeded.append(page)
+            else:
+                unneeded += self.tree.insert_tail(insertion.node, rest, page, writer, self.now).freed
         unneeded += self.tree.unlock(insertion.node, self.tick())
         check_tree(self.tree)
         check_locks(self.tree, [])
@@ -187,7 +192,7 @@ def test_a_locked_tail_is_not_superseded(planter: Planter) -> None:
     planter.tree.lock(partial.node, planter.tick())
     tree = planter.tree
     node = planter.lock("aaaa")
-    assert tree.insert_tail(node, data("bb"), 7, WRITER, planter.tick()) == []
+    assert tree.insert_tail(node, data("bb"), 7, WRITER, planter.tick()).freed == []
     assert tree.insert(node, bytearray(data("bbbb")), [8], WRITER, planter.tick()).freed == [7]
     assert partial.node.pages == [1]
 
@@ -195,7 +200,7 @@ def test_a_locked_tail_is_not_superseded(planter: Planter) -> None:
 def test_pages_that_the_tree_holds_are_counted_as_duplicates(planter: Planter) -> None:
     planter.plant("aaaabbbbcccc")
     root = planter.lock("X")
-    insertion = planter.tree.insert(root, bytearray(data("aaaabbbbdddd")), [7, 8, 9], 2, planter.tick())
+    insertion = planter.tree.insert(root, bytearray(data("aaaabbbbdddd")), [7, 8, 9], WRITER, planter.tick())
     assert insertion.num_duplicates == 2
     assert planter.found("aaaabbbbdddd") == ([0, 1, 9], None)
     check_locks(planter.tree, [insertion.node])
