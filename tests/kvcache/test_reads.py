@@ -25,7 +25,10 @@ def tokens_seen(reads: tuple[Read, ...], num_rows: int) -> list[list[tuple[int, 
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[Rows]:
-    """Segments whose page tables share leading runs as a tree of prefixes would make them."""
+    """Segments whose page tables share leading runs as a tree of prefixes would make them.
+
+    Some begin inside pages that they share: a hybrid's rows from a checkpoint up to what is kept run again.
+    """
     segments: list[Rows] = []
     fresh = iter(range(1000))
     tables: list[list[int]] = []
@@ -35,13 +38,14 @@ def steps(draw: st.DrawFn) -> list[Rows]:
         if tables and inherits:
             parent = draw(st.sampled_from(tables))
             shared = parent[: draw(st.integers(0, len(parent)))]
-        own_tokens = draw(st.integers(0, 30))
+        sealed = len(shared) * PAGE
+        runs_again: bool = draw(st.booleans())
+        start = draw(st.integers(0, sealed) if runs_again else st.integers(sealed, sealed + 30))
         num_rows = draw(st.sampled_from([1, 1, 1, 7]))
-        start = len(shared) * PAGE + own_tokens
-        num_pages = -(-(start + num_rows) // PAGE)
+        num_pages = max(len(shared), -(-(start + num_rows) // PAGE))
         pages = shared + [next(fresh) for _ in range(num_pages - len(shared) + draw(st.integers(0, 1)))]
-        segments.append(Rows(start, num_rows, pages))
-        tables.append(pages[: start // PAGE])
+        segments.append(Rows(start, num_rows, pages, sealed))
+        tables.append(pages[: max(len(shared), start // PAGE)])
     return segments
 
 
