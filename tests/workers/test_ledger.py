@@ -7,6 +7,9 @@ import mlx.core as mx
 import pytest
 
 from kvcache.rows import row_format
+from kvcache.settings import KVCacheSettings
+from tests.tiny_models import mixed_config
+from workers.architectures import text_config
 from workers.errors import DoesNotFit, UnsupportedModel
 from workers.ledger import (
     BUS_BYTES,
@@ -15,9 +18,12 @@ from workers.ledger import (
     kv_bytes_per_token,
     plan_memory,
     request_of,
-    shape_of,
+    state_bytes,
 )
+from workers.parameters import estimated_bytes
+from workers.scratch import scratch_bytes
 from workers.settings import EngineSettings
+from workers.shapes import ModelShape, shape_of
 
 GIBIBYTE = 2**30
 TIGHT = 1440 * 2**20  # the whole context fits with native weights and 8-bit pages, in a smaller pool
@@ -171,3 +177,167 @@ def test_lines_show_each_item_and_the_sum() -> None:
     ]
     assert "65,536 tokens of 12,240 B, kv-bits 8" in lines[1]
     assert lines[4].endswith("not on this machine")
+
+
+MEBIBYTE = 2**20
+MAC = 96 * GIBIBYTE
+MILLION_TOKENS = MemoryRequest(pool_tokens=2**20, states=32)
+QWEN3_NEXT_80B = text_config(
+    mixed_config(
+        "qwen3_next",
+        {
+            **{"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936, "head_dim": 256},
+            **{"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 262144},
+            **{"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512},
+            **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+            **{"linear_value_head_dim": 128, "shared_expert_intermediate_size": 512, "dtype": "bfloat16"},
+        },
+    )
+)
+QWEN3_5_35B = text_config(
+    mixed_config(
+        "qwen3_5_moe",
+        {
+            **{"hidden_size": 2048, "num_hidden_layers": 40, "vocab_size": 248320, "head_dim": 256},
+            **{"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 262144},
+            **{"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512},
+            **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+            **{"linear_value_head_dim": 128, "shared_expert_intermediate_size": 512, "dtype": "bfloat16"},
+        },
+    )
+)
+
+
+def hybrid_shape(config: dict[str, Any], bits: int = 4) -> ModelShape:
+    quantised = config | {"quantization": {"group_size": 64, "bits": bits}}
+    return shape_of(quantised, estimated_bytes(quantised))
+
+
+@pytest.mark.parametrize(
+    (
+        "config",
+        "token_bytes",
+        "native_token_bytes",
+        "state_mebibytes",
+        "weights_gibibytes",
+        "total_gibibytes",
+    ),
+    [
+        (QWEN3_NEXT_80B, 13_056, 24_576, 73.7, 41.7, 60),
+        (QWEN3_5_35B, 10_880, 20_480, 61.4, 18.3, 34),
+    ],
+)
+def test_the_large_hybrids_have_the_figures_of_the_design(
+    config: dict[str, Any],
+    token_bytes: int,
+    native_token_bytes: int,
+    state_mebibytes: float,
+    weights_gibibytes: float,
+    total_gibibytes: float,
+) -> None:
+    shape = hybrid_shape(config)
+    ledger = plan_memory(shape, MILLION_TOKENS, MAC)
+    assert kv_bytes_per_token(shape, MILLION_TOKENS) == ledger.kv_bytes_per_token == token_bytes
+    assert kv_bytes_per_token(shape, MemoryRequest(kv_bits="native")) == native_token_bytes
+    assert ledger.state_bytes / MEBIBYTE == pytest.approx(state_mebibytes, abs=0.05)
+    assert shape.native_bytes / GIBIBYTE == pytest.approx(weights_gibibytes, rel=0.01)
+    assert ledger.total_bytes / GIBIBYTE == pytest.approx(total_gibibytes, rel=0.05)
+    assert (ledger.num_states, ledger.pool_tokens) == (32, 2**20)
+
+
+def test_the_largest_hybrid_has_its_known_parameters() -> None:
+    assert hybrid_shape(QWEN3_NEXT_80B).num_parameters == pytest.approx(79.67e9, rel=1e-4)
+
+
+def test_live_states_and_checkpoints_are_one_item_and_wired() -> None:
+    ledger = plan_memory(hybrid_shape(QWEN3_NEXT_80B), MILLION_TOKENS, MAC)
+    (item,) = (item for item in ledger.items if item.name == "states")
+    hidden_row = 2048 * 2
+    assert item.num_bytes == 4 * ledger.state_bytes + 32 * (ledger.state_bytes + hidden_row)
+    assert item.note == "4 live, 32 kept, 73.7 MiB each"
+    weights, pages = ledger.items[:2]
+    assert ledger.wired_bytes == weights.num_bytes + pages.num_bytes + item.num_bytes
+
+
+def test_a_dense_model_has_no_states() -> None:
+    ledger = plan_memory(SHAPE, MemoryRequest(states=40), 8 * GIBIBYTE)
+    assert (ledger.num_states, ledger.state_bytes) == (None, 0)
+    assert "states" not in [item.name for item in ledger.items]
+
+
+def test_fp32_weights_make_the_convolution_window_larger_not_the_matrices() -> None:
+    shape = hybrid_shape(QWEN3_NEXT_80B)
+    native, fp32 = (state_bytes(shape, MemoryRequest(weights=kind)) for kind in ("native", "fp32"))
+    assert fp32 - native == 36 * 3 * 8192 * 2
+
+
+def test_checkpoints_are_eight_for_each_worker_unless_told() -> None:
+    shape = hybrid_shape(QWEN3_5_35B)
+    assert plan_memory(shape, MemoryRequest(context=131_072), MAC).num_states == 32
+    assert plan_memory(shape, MemoryRequest(context=131_072, workers=8), MAC).num_states == 64
+    assert plan_memory(shape, MemoryRequest(context=131_072, states=5), MAC).num_states == 5
+
+
+def test_where_memory_is_short_fewer_states_are_kept_and_that_is_told() -> None:
+    shape = hybrid_shape(QWEN3_NEXT_80B)
+    ledger = plan_memory(shape, MemoryRequest(), 54 * GIBIBYTE)
+    assert ledger.num_states is not None
+    assert 4 <= ledger.num_states < 32
+    assert f"{ledger.num_states} states are kept, not the usual 32: fewer prefixes are found" in ledger.notes
+    assert ledger.total_bytes <= 54 * GIBIBYTE * 0.9
+    least = plan_memory(shape, MemoryRequest(context=4096), 50 * GIBIBYTE)
+    assert least.num_states == 4  # one a worker, or nothing could ever be resumed
+
+
+def test_without_a_prefix_cache_no_checkpoints_are_kept() -> None:
+    settings = EngineSettings(kvcache=KVCacheSettings(prefix_cache=False, states=9))
+    request = request_of(settings, hybrid_shape(QWEN3_5_35B), MAC, is_cpu=False)
+    assert plan_memory(hybrid_shape(QWEN3_5_35B), request, MAC).num_states == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "limit", "remedy"),
+    [
+        (MemoryRequest(context=131_072, states=600), 64, "--states 32"),
+        (MemoryRequest(pool_tokens=4_000_000), 64, "--pool-tokens "),
+        (MemoryRequest(pool_tokens=900_000, states=64), 64, "--states "),
+        (MemoryRequest(pool_tokens=4_000_000, states=600), 64, "--states 32 --pool-tokens "),
+        (MemoryRequest(context=262_144), 50, "--context "),
+        (MemoryRequest(), 44, "a smaller model, or more memory"),
+    ],
+)
+def test_what_a_hybrid_needs_too_much_of_is_refused_with_settings_that_fit(
+    request_: MemoryRequest, limit: int, remedy: str
+) -> None:
+    shape = hybrid_shape(QWEN3_NEXT_80B)
+    with pytest.raises(DoesNotFit) as caught:
+        plan_memory(shape, request_, limit * GIBIBYTE)
+    words = str(caught.value)
+    assert "states " in words
+    assert " live, " in words
+    remedies = words.partition("would fit: ")[2].split("; or ")
+    assert any(one.startswith(remedy) for one in remedies)
+    for flags in (one.split() for one in remedies if one.startswith("--")):
+        changes: dict[str, Any] = {
+            flag.removeprefix("--").replace("-", "_"): int(value)
+            for flag, value in zip(flags[::2], flags[1::2], strict=True)
+        }
+        plan_memory(shape, dataclasses.replace(request_, **changes), limit * GIBIBYTE)
+
+
+def test_eight_bit_weights_of_the_largest_leave_no_room_on_that_machine() -> None:
+    eight = hybrid_shape(QWEN3_NEXT_80B, bits=8)
+    assert eight.native_bytes > 75 * GIBIBYTE
+    with pytest.raises(DoesNotFit):
+        plan_memory(eight, MILLION_TOKENS, MAC)
+
+
+def test_an_expert_blocks_rows_count_in_the_scratch() -> None:
+    one, ten = (
+        shape_of(
+            text_config(mixed_config("qwen3_moe", {"num_experts": 64, "num_experts_per_tok": chosen})), 1
+        )
+        for chosen in (1, 10)
+    )
+    sizes = [scratch_bytes(shape, 2048, 2) for shape in (one, ten)]
+    assert sizes[1] - sizes[0] > 2048 * 9 * 3 * 64 * 2
