@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from metrics.engine_figures import EngineSample
 from metrics.exposition import CONTENT_TYPE, render
-from metrics.instruments import NOBODY, EngineSample, Instruments, TurnSample
+from metrics.instruments import NOBODY, Instruments, TurnSample
 from workers.messages import Cancelled, Failed, Finished, TurnEnd
 
 from .directory import Directory, EngineView
@@ -95,4 +96,12 @@ def engine_sample(view: EngineView) -> EngineSample:
         peak_memory_bytes=stats.peak_memory_bytes,
         kv_bytes_per_token=info.kv.bytes_per_token,
         kv_pool_bytes=info.kv.pool_bytes,
+        num_pinned_pages=stats.num_pinned_pages,
+        num_states=info.states.num_states if info.states is not None else 0,
+        num_free_states=stats.num_free_states,
+        num_checkpoints=stats.num_checkpoints,
+        num_restored=stats.num_restored,
+        num_evicted_states=stats.num_evicted_states,
+        state_bytes=info.states.total_bytes if info.states is not None else 0,
+        missed_tokens=stats.missed_tokens,
     )

@@ -1,4 +1,4 @@
-"""Every name a dashboard shows, with its help text, in one list; help texts are the documentation.
+"""Every name a dashboard shows (the engines' own: engine_figures.py), with its help text: the documentation.
 
 Owns its registry and bounds its series. Takes plain numbers: knows no messages and no HTTP.
 """
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from .engine_figures import OTHER, EngineFigures, EngineSample
 from .quantiles import QUANTILES, Ring
 
 MAX_ENGINES = 16
@@ -24,7 +25,6 @@ MAX_PLACES = 32
 shares the label `other`."""
 MAX_FAILURES = 20
 """Kinds of failure with a label of their own; later ones share `failed_other`."""
-OTHER = "other"
 NOBODY = "none"
 """The label of what reached no engine, or no worker."""
 BUCKET_RATIO = 1.2
@@ -48,34 +48,6 @@ class TurnSample:
     first_token_seconds: float | None = None  # call -> first token
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSample:
-    """What one engine last said about itself; counters grow over one incarnation."""
-
-    incarnation: int
-    is_up: bool
-    is_ready: bool
-    num_workers: int
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    num_tree_pages: int
-    num_live_pages: int
-    num_tree_nodes: int
-    num_evicted_pages: int
-    prompt_tokens_computed: int
-    prompt_tokens_cached: int
-    generated_tokens: int
-    num_steps: int
-    num_preempted: int
-    step_age_seconds: float
-    active_memory_bytes: int
-    peak_memory_bytes: int
-    kv_bytes_per_token: float
-    kv_pool_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,49 +118,6 @@ QUANTITIES = (
     ),
 )
 
-GAUGES: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
-    ("engine_up", "1 while the engine's lease is alive", lambda e: e.is_up),
-    ("engine_ready", "1 while the engine takes turns and no step is stuck", lambda e: e.is_ready),
-    ("engine_workers", "Streams that the engine runs at once", lambda e: e.num_workers),
-    ("engine_turns_running", "Turns that have a worker", lambda e: e.num_running),
-    ("engine_turns_waiting", "Turns in the engine that wait for a worker", lambda e: e.num_waiting),
-    ("engine_pages", "Pages of the KV pool in all", lambda e: e.num_pages),
-    ("engine_pages_free", "Pages that nobody holds", lambda e: e.num_free_pages),
-    ("engine_pages_tree", "Pages kept by the tree of prefixes", lambda e: e.num_tree_pages),
-    ("engine_pages_live", "Pages owned by running turns", lambda e: e.num_live_pages),
-    ("engine_tree_nodes", "Nodes of the tree of prefixes", lambda e: e.num_tree_nodes),
-    ("engine_step_age_seconds", "Age of the step in flight, 0 when idle", lambda e: e.step_age_seconds),
-    ("engine_memory_active_bytes", "Memory that MLX holds now", lambda e: e.active_memory_bytes),
-    ("engine_memory_peak_bytes", "Most memory that MLX held", lambda e: e.peak_memory_bytes),
-    (
-        "engine_kv_bytes_per_token",
-        "KV bytes per token, as measured",
-        lambda e: e.kv_bytes_per_token,
-    ),
-    ("engine_kv_pool_bytes", "KV pool bytes, as measured", lambda e: e.kv_pool_bytes),
-)
-
-COUNTERS: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
-    ("engine_pages_evicted", "Pages that the tree gave up", lambda e: e.num_evicted_pages),
-    (
-        "engine_prompt_tokens_computed",
-        "Prompt tokens computed, while it happens",
-        lambda e: e.prompt_tokens_computed,
-    ),
-    (
-        "engine_prompt_tokens_cached",
-        "Prompt tokens from the cache, while it happens",
-        lambda e: e.prompt_tokens_cached,
-    ),
-    ("engine_tokens_generated", "Tokens generated, while it happens", lambda e: e.generated_tokens),
-    ("engine_steps", "Passes over the model", lambda e: e.num_steps),
-    (
-        "engine_turns_preempted",
-        "Turns that gave their pages back to older ones and waited again",
-        lambda e: e.num_preempted,
-    ),
-)
-
 
 class _Workers(Collector):
     """Exact quantiles of the last minutes for each worker, as summaries."""
@@ -223,40 +152,6 @@ class _Workers(Collector):
             yield family
 
 
-class _Engines(Collector):
-    """The engines' own words, as they were at this scrape; an engine that is not shown has no series.
-
-    Counters go on over an engine's incarnations: what was last seen of the earlier ones is added.
-    """
-
-    def __init__(self) -> None:
-        self._samples: dict[str, EngineSample] = {}
-        self._earlier: dict[str, list[float]] = {}  # engine -> of its earlier incarnations, as in COUNTERS
-
-    def show(self, samples: dict[str, EngineSample]) -> None:
-        self._earlier = {engine: self._counted_before(engine, sample) for engine, sample in samples.items()}
-        self._samples = samples
-
-    def _counted_before(self, engine: str, sample: EngineSample) -> list[float]:
-        earlier = self._earlier.get(engine, [0.0] * len(COUNTERS))
-        last = self._samples.get(engine)
-        if last is None or last.incarnation == sample.incarnation:
-            return earlier
-        return [total + read(last) for total, (_, _, read) in zip(earlier, COUNTERS, strict=True)]
-
-    def collect(self) -> Iterator[Metric]:
-        for name, text, read in GAUGES:
-            gauge = GaugeMetricFamily(f"tetrarch_{name}", text, labels=["engine"])
-            for engine, sample in self._samples.items():
-                gauge.add_metric([engine], read(sample))
-            yield gauge
-        for index, (name, text, read) in enumerate(COUNTERS):
-            counter = CounterMetricFamily(f"tetrarch_{name}", text, labels=["engine"])
-            for engine, sample in self._samples.items():
-                counter.add_metric([engine], self._earlier[engine][index] + read(sample))
-            yield counter
-
-
 class Instruments:
     """What the gateway counts, and the engines' figures beside it. One object per gateway, one thread."""
 
@@ -266,7 +161,7 @@ class Instruments:
         self._down: set[str] = set()  # engines that were not up at the last scrape
         self._failures: set[str] = set()
         self._workers = _Workers(clock)
-        self._engines = _Engines()
+        self._engines = EngineFigures()
         self.registry.register(self._workers)
         self.registry.register(self._engines)
         by_place = ["engine", "worker"]

@@ -34,6 +34,7 @@ from workers.messages import (
     Finished,
     KVFacts,
     Sampling,
+    StateFacts,
     Timings,
     TokenizerBundle,
     TurnEnd,
@@ -78,8 +79,18 @@ def an_engine(engine_id: str = "e0", *, alive: bool = True) -> EngineView:
         weights="float32",
         blas="openblas",
         created=1,
+        states=StateFacts(dtype="float32", bytes_per_state=10, num_states=32, total_bytes=360),
     )
-    stats = EngineStats(incarnation=3, ready=True, num_running=2, num_free_pages=60, num_evicted_pages=5)
+    stats = EngineStats(
+        incarnation=3,
+        ready=True,
+        num_running=2,
+        num_free_pages=60,
+        num_evicted_pages=5,
+        num_checkpoints=7,
+        num_restored=9,
+        missed_tokens={"diverged": 1200},
+    )
     bundle = TokenizerBundle(tokenizer_json=b"{}", chat_template="")
     return EngineView(info=info, stats=stats, alive=alive, tokenizer=bundle)
 
@@ -150,6 +161,10 @@ async def test_the_page_parses_and_shows_turns_engines_and_responses() -> None:
     assert value("engine_kv_bytes_per_token", engine="e0") == 12240
     assert value("engine_pages_free", engine="e0") == 60
     assert value("engine_pages_evicted_total", engine="e0") == 5
+    assert value("engine_states", engine="e0") == 32
+    assert value("engine_checkpoints", engine="e0") == 7
+    assert value("engine_turns_restored_total", engine="e0") == 9
+    assert value("missed_tokens_total", engine="e0", cause="diverged") == 1200
     assert value("http_responses_total", status="4xx") == 2
     assert value("http_too_many_requests_total") == 1
     assert value("gateway_runs_live") == 5

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import pytest
 
+from metrics.engine_figures import EngineSample
 from metrics.instruments import (
     MAX_ENGINES,
     MAX_FAILURES,
     MAX_PLACES,
     QUANTITIES,
-    EngineSample,
     Instruments,
     TurnSample,
 )
@@ -37,7 +37,7 @@ def a_turn(**changes: object) -> TurnSample:
 
 
 def an_engine(**changes: object) -> EngineSample:
-    values = dict.fromkeys(EngineSample.__dataclass_fields__, 1)
+    values: dict[str, object] = {**dict.fromkeys(EngineSample.__dataclass_fields__, 1), "missed_tokens": {}}
     return EngineSample(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -119,6 +119,19 @@ def test_counters_go_on_over_incarnations_and_through_an_engines_start() -> None
     assert seen == [5, 9, 9, 13, 33]
 
 
+def test_misses_are_counted_by_cause_over_incarnations_and_unknown_causes_together() -> None:
+    instruments = Instruments()
+    for incarnation, missed in (
+        (1, {"evicted": 3, "moon": 1}),
+        (1, {"evicted": 5, "moon": 2, "sun": 4}),
+        (2, {}),
+    ):
+        instruments.observe_engines({"e0": an_engine(incarnation=incarnation, missed_tokens=missed)})
+    assert value(instruments, "missed_tokens_total", engine="e0", cause="evicted") == 5
+    assert value(instruments, "missed_tokens_total", engine="e0", cause="other") == 6
+    assert value(instruments, "missed_tokens_total", engine="e0", cause="diverged") == 0
+
+
 def test_living_engines_are_shown_before_dead_ones() -> None:
     instruments = Instruments()
     dead = {f"a{number}": an_engine(is_up=False) for number in range(MAX_ENGINES)}
@@ -185,7 +198,7 @@ def test_series_stay_under_a_hard_cap_whatever_is_reported() -> None:
     for sample in samples:
         for label, text in sample.labels.items():
             values.setdefault(label, set()).add(text)
-    assert set(values) == {"engine", "worker", "reason", "status", "quantile", "le"}
+    assert set(values) == {"engine", "worker", "reason", "status", "quantile", "le", "cause"}
     assert len(values["engine"]) <= MAX_ENGINES + MAX_PLACES + 1
     assert len(values["reason"]) <= MAX_FAILURES + 5
     assert len(samples) < 13_000
