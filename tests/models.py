@@ -117,7 +117,11 @@ class EngineUnderTest:
 
     def __init__(self, settings: EngineSettings, *, max_rows: int = 2048) -> None:
         self.loaded: Loaded = load(settings)
-        self.cache = Cache(self.loaded.kv.num_pages, keep_prefixes=settings.kvcache.prefix_cache)
+        self.cache = Cache(
+            self.loaded.kv.num_pages,
+            keep_prefixes=settings.kvcache.prefix_cache,
+            num_states=self.loaded.ledger.num_states,
+        )
         rules = TurnRules(
             detokenizer=Detokenizer(self.loaded.tokenizer),
             namespace=self.loaded.namespace,

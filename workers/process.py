@@ -77,7 +77,11 @@ def load_parts(settings: EngineSettings) -> Parts:
     loaded = load(settings, progress=log.info)
     is_gpu = mx.metal.is_available()
     step_seconds = settings.step_seconds or (GPU_STEP_SECONDS if is_gpu else CPU_STEP_SECONDS)
-    cache = Cache(loaded.kv.num_pages, keep_prefixes=settings.kvcache.prefix_cache)
+    cache = Cache(
+        loaded.kv.num_pages,
+        keep_prefixes=settings.kvcache.prefix_cache,
+        num_states=loaded.ledger.num_states,
+    )
     engine = Engine(
         loaded.runner,
         cache,
@@ -104,6 +108,7 @@ def describe(loaded: Loaded, settings: EngineSettings, *, blas: str, step_second
         num_workers=settings.workers,
         vocab_size=loaded.vocab_size,
         kv=loaded.kv,
+        states=loaded.states,
         device=f"{loaded.device}: {describe_device()}",
         weights=loaded.weights,
         blas=blas,
@@ -114,7 +119,8 @@ def describe(loaded: Loaded, settings: EngineSettings, *, blas: str, step_second
 
 def _in_force(loaded: Loaded, settings: EngineSettings, step_seconds: float) -> dict[str, Any]:
     pool_tokens = loaded.kv.num_pages * loaded.kv.page_tokens
-    cache: KVCacheSettings = msgspec.structs.replace(settings.kvcache, pool_tokens=pool_tokens)
+    states = loaded.ledger.num_states
+    cache: KVCacheSettings = msgspec.structs.replace(settings.kvcache, pool_tokens=pool_tokens, states=states)
     effective = msgspec.structs.replace(
         settings,
         model=loaded.model_id,
