@@ -15,7 +15,6 @@ from .errors import DoesNotFit, UnsupportedModel
 from .scratch import scratch_bytes
 from .settings import EngineSettings
 from .shapes import ModelShape
-from .shapes import shape_of as shape_of
 
 MEBIBYTE = 2**20
 BUS_BYTES = 256 * MEBIBYTE
@@ -148,13 +147,11 @@ def mebibytes(num_bytes: int) -> str:
 
 
 def state_bytes(shape: ModelShape, request: MemoryRequest) -> int:
-    """One recurrent state of all layers; 0 for a dense model."""
-    return shape.delta.state_bytes(_compute_bytes(shape, request)) if shape.delta else 0
-
-
-def _checkpoint_bytes(shape: ModelShape, request: MemoryRequest) -> int:
-    """A kept state and the last hidden row, from which a replay needs only the head."""
-    return state_bytes(shape, request) + shape.hidden_size * _compute_bytes(shape, request)
+    """One recurrent state of all layers, with the hidden row that the head would see; 0 for a dense model."""
+    if shape.delta is None:
+        return 0
+    size = _compute_bytes(shape, request)
+    return shape.delta.state_bytes(size) + shape.hidden_size * size
 
 
 def _compute_bytes(shape: ModelShape, request: MemoryRequest) -> int:
@@ -192,7 +189,7 @@ def _num_states(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> 
     left = _left(shape, request, limit_bytes)
     beside = left - _needed_tokens(shape, request) * kv_bytes_per_token(shape, request)
     share = beside if request.pool_tokens is not None else min(beside, left * _STATES_PERCENT // 100)
-    fitting = share // _checkpoint_bytes(shape, request)
+    fitting = share // state_bytes(shape, request)
     return max(request.workers, min(_USUAL_STATES * request.workers, fitting))
 
 
@@ -204,7 +201,7 @@ def _needed_tokens(shape: ModelShape, request: MemoryRequest) -> int:
 
 def _room(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> int:
     """Tokens, in whole pages, that fit beside everything else; negative when not even that fits."""
-    checkpoints = _num_states(shape, request, limit_bytes) * _checkpoint_bytes(shape, request)
+    checkpoints = _num_states(shape, request, limit_bytes) * state_bytes(shape, request)
     left = _left(shape, request, limit_bytes) - checkpoints
     return left // (kv_bytes_per_token(shape, request) * PAGE_TOKENS) * PAGE_TOKENS
 
@@ -253,10 +250,8 @@ def _ledger(
 
 def _states_item(shape: ModelShape, request: MemoryRequest, num_states: int) -> LedgerItem:
     one = state_bytes(shape, request)
-    num_bytes = request.workers * one + num_states * _checkpoint_bytes(shape, request)
-    return LedgerItem(
-        "states", num_bytes, f"{request.workers} live, {num_states} kept, {mebibytes(one)} each"
-    )
+    note = f"{request.workers} live, {num_states} kept, {mebibytes(one)} each"
+    return LedgerItem("states", (request.workers + num_states) * one, note)
 
 
 def _notes(

@@ -23,16 +23,17 @@ from kvcache.states import StateLayout, States
 
 from . import weights
 from .errors import ModelError
-from .families import rope_overrides
+from .families import left_out, rope_overrides
 from .fetch import Progress, cache_dir, model_name, resolve_model, silent
 from .folder import check_folder, read_json
-from .ledger import Ledger, plan_memory, request_of, shape_of
+from .ledger import Ledger, plan_memory, request_of
 from .linear import is_quick, quicken
 from .machine import memory_limit_bytes
 from .messages import KVFacts, StateFacts, TokenizerBundle, encode
 from .mixers import Mixers, swap_mixers
 from .runner import ModelRunner, Network
 from .settings import EngineSettings, environment
+from .shapes import shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
     config = check_folder(folder)
     tokenizer, bundle = read_tokenizer(folder, config)
     progress(f"loading {folder.name}")
+    for line in left_out(config):
+        progress(line)
     model = _load_lazily(folder, config)
     ledger = _plan(settings, config, folder, model)
     if ledger.weights == "fp32":

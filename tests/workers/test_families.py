@@ -8,7 +8,7 @@ from tests.tiny_models import MIXED_FAMILIES, NESTED_FAMILIES, mixed_config
 from workers.architectures import is_attention_layer, is_sparse_layer, text_config
 from workers.errors import ModelError, UnsupportedModel
 from workers.families import FAMILIES, check_config, left_out, rope_overrides
-from workers.ledger import shape_of
+from workers.shapes import shape_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

@@ -8,6 +8,7 @@ import pytest
 
 from kvcache.rows import row_format
 from kvcache.settings import KVCacheSettings
+from kvcache.states import StateLayout
 from tests.tiny_models import mixed_config
 from workers.architectures import text_config
 from workers.errors import DoesNotFit, UnsupportedModel
@@ -252,11 +253,28 @@ def test_the_largest_hybrid_has_its_known_parameters() -> None:
 def test_live_states_and_checkpoints_are_one_item_and_wired() -> None:
     ledger = plan_memory(hybrid_shape(QWEN3_NEXT_80B), MILLION_TOKENS, MAC)
     (item,) = (item for item in ledger.items if item.name == "states")
-    hidden_row = 2048 * 2
-    assert item.num_bytes == 4 * ledger.state_bytes + 32 * (ledger.state_bytes + hidden_row)
+    assert item.num_bytes == (4 + 32) * ledger.state_bytes
     assert item.note == "4 live, 32 kept, 73.7 MiB each"
     weights, pages = ledger.items[:2]
     assert ledger.wired_bytes == weights.num_bytes + pages.num_bytes + item.num_bytes
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("native", mx.bfloat16), ("fp32", mx.float32)])
+def test_a_states_bytes_are_those_of_its_arrays(weights: Any, dtype: mx.Dtype) -> None:
+    shape = hybrid_shape(text_config(mixed_config("qwen3_next", {})))
+    assert shape.delta is not None
+    layout = StateLayout(
+        num_layers=shape.delta.num_layers,
+        num_heads=shape.delta.num_value_heads,
+        value_dim=shape.delta.value_head_dim,
+        key_dim=shape.delta.key_head_dim,
+        window_rows=shape.delta.kernel_tokens - 1,
+        channels=shape.delta.channels,
+        hidden_size=shape.hidden_size,
+        dtype=dtype,
+    )
+    expected = sum(array.nbytes for array in layout.zeros(1))
+    assert state_bytes(shape, MemoryRequest(weights=weights)) == expected
 
 
 def test_a_dense_model_has_no_states() -> None:
@@ -268,7 +286,7 @@ def test_a_dense_model_has_no_states() -> None:
 def test_fp32_weights_make_the_convolution_window_larger_not_the_matrices() -> None:
     shape = hybrid_shape(QWEN3_NEXT_80B)
     native, fp32 = (state_bytes(shape, MemoryRequest(weights=kind)) for kind in ("native", "fp32"))
-    assert fp32 - native == 36 * 3 * 8192 * 2
+    assert fp32 - native == (36 * 3 * 8192 + 2048) * 2  # and the hidden row
 
 
 def test_checkpoints_are_eight_for_each_worker_unless_told() -> None:
