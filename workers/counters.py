@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcache.cache import CacheStats
 
@@ -18,7 +18,10 @@ class Counters:
     prompt_tokens_cached: int = 0
     generated_tokens: int = 0
     num_preempted: int = 0
+    num_restored: int = 0
+    missed_tokens: dict[str, int] = field(default_factory=dict)  # by cause
     num_evicted_before: int = 0  # pages that the cache, which outlives an incarnation, had given up by then
+    num_evicted_states_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,12 @@ class EngineCounts:
     generated_tokens: int
     num_steps: int
     num_preempted: int
+    num_free_states: int
+    num_checkpoints: int
+    num_restored: int
+    num_evicted_states: int
+    num_pinned_pages: int
+    missed_tokens: dict[str, int]
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
 
@@ -58,6 +67,12 @@ class EngineCounts:
             generated_tokens=counters.generated_tokens,
             num_steps=counters.num_steps,
             num_preempted=counters.num_preempted,
+            num_free_states=pages.num_free_states,
+            num_checkpoints=pages.num_checkpoints,
+            num_restored=counters.num_restored,
+            num_evicted_states=pages.num_states_evicted - counters.num_evicted_states_before,
+            num_pinned_pages=pages.num_pinned_pages,
+            missed_tokens=dict(counters.missed_tokens),
             prefill_tokens_per_second=pace.prefill_tokens_per_second,
             decode_tokens_per_second=pace.decode_tokens_per_second,
         )

@@ -11,10 +11,11 @@ from kvcache.cache import Cache
 
 from .counters import EngineCounts
 from .errors import SettingsError, TurnRefused
+from .line import LineRules
 from .messages import Cancel, CancelAgents, Failed, Submit
 from .pace import Pace, PaceLimits
 from .plan import Runner, StepPlan, StepResult
-from .scheduler import Scheduler
+from .scheduler import Drafter, Scheduler
 from .turn import TurnEvent, TurnRules, open_turn
 
 log = structlog.get_logger(__name__)
@@ -23,7 +24,7 @@ log = structlog.get_logger(__name__)
 class Engine:
     """Owns scheduler, cache and runner. Any thread may read step_started_at and step_predicted_seconds."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of an engine, all but three by keyword
         self,
         runner: Runner,
         cache: Cache,
@@ -31,6 +32,8 @@ class Engine:
         *,
         num_workers: int = 4,
         limits: PaceLimits | None = None,
+        line: LineRules | None = None,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         pool_tokens = cache.stats().num_pages * cache.page_tokens
@@ -46,12 +49,17 @@ class Engine:
         self._rules = rules
         self._clock = clock
         self._pace = Pace(limits or PaceLimits())
-        self._scheduler = Scheduler(cache, self._pace, num_workers=num_workers)
+        self._scheduler = Scheduler(cache, self._pace, num_workers=num_workers, rules=line, drafter=drafter)
 
     @property
     def has_work(self) -> bool:
         """Whether step() would do anything."""
         return self._scheduler.has_work
+
+    @property
+    def rest_seconds(self) -> float:
+        """How long step() would find nothing to do although turns wait; usually 0."""
+        return self._scheduler.rest_seconds(self._clock())
 
     def submit(self, submit: Submit) -> None:
         """Queue a turn; one that cannot be accepted ends with Failed in the next step's events."""
@@ -66,7 +74,7 @@ class Engine:
             failed = Failed(error="planning_failed", message=message, retryable=True)
             self._scheduler.refuse(submit.run_id, submit.attempt, failed)
         else:
-            self._scheduler.submit(turn)
+            self._scheduler.submit(turn, self._clock())
 
     def cancel(self, cancel: Cancel) -> None:
         """End a turn now; its Cancelled is among the next step's events."""
@@ -85,7 +93,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Drop all turns silently (the lease was lost) and count from nothing; kept prefixes stay."""
-        self._scheduler.abandon()
+        self._scheduler.abandon(self._clock())
 
     def check_integrity(self) -> None:
         """Raises an IntegrityError of this room or the cache's. Walks everything: for tests and idle time."""

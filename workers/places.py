@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .pins import AgentKey
+
 _MAX_AGENTS = 4096
 """Agents whose last worker is remembered."""
 
@@ -11,19 +13,19 @@ class Places:
 
     def __init__(self, num_workers: int) -> None:
         self._free = list(range(num_workers))
-        self._last: dict[tuple[str, str], int] = {}  # by tenant and agent, the least recent first
+        self._last: dict[AgentKey, int] = {}  # the least recent first
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, tenant: str, agent: str) -> int:
+    def take(self, key: AgentKey | None) -> int:
         """The agent's last worker if that is free, else the one that has been free for longest."""
-        last = self._last.pop((tenant, agent), None)
+        last = None if key is None else self._last.pop(key, None)
         worker = last if last is not None and last in self._free else self._free[0]
         self._free.remove(worker)
-        if agent:
-            self._last[tenant, agent] = worker
+        if key is not None:
+            self._last[key] = worker
             if len(self._last) > _MAX_AGENTS:
                 del self._last[next(iter(self._last))]
         return worker

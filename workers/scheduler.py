@@ -6,21 +6,35 @@ it finds what the prefill before it published. Each ends in exactly one of Finis
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import Protocol
 
 import structlog
 
-from kvcache.cache import Cache, Opening, PageCopy
+from kvcache.cache import Cache, Kind, Opening, Path
 
+from .agents import Agents, agent_name, key_of
 from .counters import Counters, EngineCounts
+from .cuts import Grid, chunk_end
 from .errors import IntegrityError
-from .messages import Cancel, CancelAgents, Cancelled, Event, Failed, Finished, Progress, Started, TurnEnd
+from .line import Line, LineRules
+from .messages import (
+    Cancel,
+    CancelAgents,
+    Failed,
+    Finished,
+    Missed,
+    Progress,
+    Started,
+)
+from .misses import Found, Restart, explain
 from .pace import Pace
-from .places import Places
-from .plan import Segment, SegmentResult, StepPlan, StepResult
-from .turn import Turn, TurnEvent
+from .pins import AgentKey
+from .plan import Segment, SegmentResult, StateRestore, StepPlan, StepResult
+from .sharing import InFlight
+from .starting import cuts_ahead, decode_segment, open_path
+from .turn import Acceptance, Turn, TurnEvent
+from .turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -28,179 +42,300 @@ FOR_GOOD = frozenset({"row_fault", "out_of_pages"})
 """Kinds of failure that follow from the turn itself: sending it again repeats the work and the failure."""
 
 
+class Drafter(Protocol):
+    """Whoever guesses what comes next; what was guessed wrong costs time and nothing else."""
+
+    def propose(self, turn: Turn) -> Sequence[int]:
+        """Tokens that may follow the turn's last one; usually none."""
+        ...
+
+
+class NoDrafts:
+    """Proposes nothing."""
+
+    def propose(self, turn: Turn) -> Sequence[int]:
+        return ()
+
+
 class Scheduler:
     """Owns the queue, the workers and every turn's path in the cache."""
 
-    def __init__(self, cache: Cache, pace: Pace, *, num_workers: int) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        pace: Pace,
+        *,
+        num_workers: int,
+        rules: LineRules | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.counters = Counters()
         self._cache = cache
         self._pace = pace
-        self._turns: dict[tuple[str, int], Turn] = {}  # all that have not ended
-        self._waiting: deque[Turn] = deque()
-        self._running: dict[int, Turn] = {}  # by worker
-        self._prefilling: Turn | None = None  # one of the running
-        self._places = Places(num_workers)
-        self._is_short = False  # the first in line found no pages and nobody has given any back since
-        self._num_received = 0
-        self._events: list[TurnEvent] = []
+        self._drafter = drafter or NoDrafts()
+        self._agents = Agents(cache)
+        self._line = Line(cache, self._agents, pace, rules)
+        self._turns = Turns(cache, self._agents, self._line, num_workers)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, or events wait to be taken."""
-        return bool(self._turns or self._events)
+        """Whether turns are here, states are to be saved, or events wait to be taken."""
+        return bool(self._turns or self._turns.events or self._turns.leaving)
 
-    def submit(self, turn: Turn) -> None:
+    def rest_seconds(self, now: float) -> float:
+        """How long the next step may wait, as those in line are held for room in the pool; usually 0."""
+        if self._turns.rests_until is None or self._turns.events:
+            return 0.0
+        return max(self._turns.rests_until - now, 0.0)
+
+    def submit(self, turn: Turn, now: float) -> None:
         """Queue a turn. One that is here already (a message delivered twice) is left as it is."""
-        key = (turn.run_id, turn.attempt)
-        if key in self._turns:
-            return
-        self._num_received += 1
-        turn.number = self._num_received
-        self._turns[key] = turn
-        self._waiting.append(turn)
+        self._turns.add(turn, now)
 
     def cancel(self, cancel: Cancel, now: float) -> None:
         """End a turn wherever it is; what it computed stays in the cache. Nothing for an unknown turn."""
-        turn = self._turns.get((cancel.run_id, cancel.attempt))
+        turn = self._turns.find(cancel.run_id, cancel.attempt)
         if turn is not None:
-            with self._isolated(turn, "cancel_failed", now):
-                self._end(turn, Cancelled(usage=turn.usage(), timings=turn.timings(now)))
+            self._turns.cancel(turn, now, last=Kind.BORDER)
 
     def cancel_agents(self, cancel: CancelAgents, now: float) -> None:
-        """End the turns of one agent and of all its descendants."""
-        turns = [t for t in self._turns.values() if (t.tenant, t.session) == (cancel.tenant, cancel.session)]
-        agents, size = {cancel.agent}, 0
-        while len(agents) != size:
-            size = len(agents)
-            agents |= {turn.agent for turn in turns if turn.parent in agents}
-        for turn in turns:
-            if turn.agent in agents:
-                self.cancel(Cancel(run_id=turn.run_id, attempt=turn.attempt), now)
+        """End the turns of one agent and of all its descendants, and let go of what they keep."""
+        agents = self._agents.subtree(AgentKey(cancel.tenant, cancel.session, cancel.agent))
+        for turn in self._turns:
+            if _is_of(turn, agents):
+                self._turns.cancel(turn, now, last=None)
+        self._turns.leaving.give_up(lambda turn: _is_of(turn, agents), now)
+        self._agents.cancel(agents)
+        self._turns.changed()
 
     def refuse(self, run_id: str, attempt: int, failed: Failed) -> None:
         """Tell the end of a turn that never got in."""
-        self._events.append(TurnEvent(run_id, attempt, failed))
+        self._turns.events.append(TurnEvent(run_id, attempt, failed))
 
     def counts(self) -> EngineCounts:
         """How turns, pages and speed stand."""
         return EngineCounts.of(
-            self._cache.stats(), self.counters, self._pace, len(self._running), len(self._waiting)
+            self._cache.stats(), self.counters, self._pace, len(self._turns.running), len(self._line)
         )
 
     def take_events(self) -> list[TurnEvent]:
         """Events since the last call, in order."""
-        events, self._events = self._events, []
+        events, self._turns.events = self._turns.events, []
         return events
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step; None when nothing can run (its events may say why)."""
-        self._reserve_for_decoding(now)
-        copy = None
-        if self._prefilling is None:
-            copy = self._start_next(now)
-        segments = [
-            _segment(turn, turn.num_tokens)
-            for _, turn in sorted(self._running.items())
-            if turn is not self._prefilling
-        ]
-        if self._prefilling is not None:
-            num_rows = self._pace.chunk_rows(num_decoding=len(segments))
-            end = _chunk_end(self._prefilling, num_rows, self._cache.page_tokens)
-            segments.append(_segment(self._prefilling, end))
-        return StepPlan((copy,) if copy else (), tuple(segments)) if segments else None
+        """The next step; None when nothing can run (its events may say why, or rest_seconds how long)."""
+        self._agents.pins.expire(now)
+        segments = self._decode(now)
+        if self._turns.flight is not None:
+            self._make_room_for_shorter(self._turns.flight, now)
+        if self._turns.flight is None:
+            self._start_next(now)
+        if self._turns.flight is not None:
+            segments += self._prefill(self._turns.flight, len(segments), now)
+        # A turn that failed or gave way while the others were planned is not in the step.
+        segments = [segment for segment in segments if segment.worker in self._turns.running]
+        saves = self._turns.leaving.saves()
+        if not segments and not saves:
+            rests = bool(self._line) and not self._turns.running
+            self._turns.rests_until = self._line.next_change(now) if rests else None
+            return None
+        turns = [self._turns.running[segment.worker] for segment in segments]
+        copies = tuple(turn.copy for turn in turns if turn.copy is not None)
+        restores = tuple(turn.restore for turn in turns if turn.restore is not None)
+        for turn in turns:
+            turn.copy = turn.restore = None
+        return StepPlan(copies, tuple(segments), restores, saves)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take an evaluated step's results; a faulty row ends its own turn and no other."""
         self.counters.num_steps += 1
         self._pace.observe(plan, result.seconds)
+        if self._turns.leaving:
+            self._turns.leaving.finish(now)
+            self._turns.changed()
         for segment, outcome in zip(plan.segments, result.segments, strict=True):
-            turn = self._running[segment.worker]
-            with self._isolated(turn, "row_fault", now):
+            turn = self._turns.running[segment.worker]
+            with self._turns.isolated(turn, "row_fault", now):
                 self._commit_segment(turn, segment, outcome, now)
 
     def fail_step(self, now: float) -> None:
         """A step failed and the pools with it: end all turns that hold pages, empty the tree."""
         self.counters.num_steps += 1
-        for turn in list(self._running.values()):
-            self._fail(
+        self._turns.leaving.drop()
+        for turn in list(self._turns.running.values()):
+            self._turns.fail(
                 turn, "step_failed", "the engine could not compute this step: send the call again", now
             )
+        self._agents.forget_kept()
         self._cache.clear()
+        self._turns.changed()
 
     def running_ids(self) -> list[str]:
         """Run ids of the turns that have a worker."""
-        return [turn.run_id for turn in self._running.values()]
+        return [turn.run_id for turn in self._turns.running.values()]
 
-    def abandon(self) -> None:
+    def abandon(self, now: float) -> None:
         """Forget every turn without a word and count from nothing; what they computed stays in the cache."""
-        for turn in list(self._turns.values()):
-            self._leave(turn, keep=True)
-        self._events.clear()
-        self.counters = Counters(num_evicted_before=self._cache.stats().num_evicted)
+        self._turns.abandon(now)
+        stats = self._cache.stats()
+        self.counters = Counters(
+            num_evicted_before=stats.num_evicted, num_evicted_states_before=stats.num_states_evicted
+        )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError when turns, workers and paths disagree. Between steps only."""
-        for turn in self._turns.values():
-            if (turn.path is None) != (turn in self._waiting):
-                raise IntegrityError(f"turn {turn.run_id}: it must either wait or hold a path")
-        for worker, turn in self._running.items():
-            num_missing = turn.num_tokens - (turn.path.num_tokens if turn.path else 0)
-            if worker != turn.worker or num_missing < 1 or (num_missing > 1 and turn is not self._prefilling):
-                raise IntegrityError(
-                    f"turn {turn.run_id} on worker {worker}: {num_missing} tokens are not computed"
-                )
+        self._turns.check_integrity()
         num_live = self._cache.stats().num_live
-        if not self._running and num_live:
+        if not self._turns.running and not self._turns.leaving and num_live:
             raise IntegrityError(f"nobody runs and {num_live} pages are live")
 
-    def _reserve_for_decoding(self, now: float) -> None:
-        """Pages for each decoding turn's next row, the oldest first; the newest gives way where they lack.
+    def _decode(self, now: float) -> list[Segment]:
+        """Segments of the decoding turns, by worker, with pages for their next rows.
 
-        Even the only turn gives way to itself: that releases pages that it held twice, and it starts again
-        with room for at least one more token.
+        The oldest gets pages first; pins are given up and then the newest gives way where they lack. Even the
+        only turn gives way to itself: that releases pages that it held twice, and it starts again with room
+        for at least one more token.
         """
-        for turn in sorted(self._running.values(), key=lambda turn: turn.number):
-            if turn is self._prefilling:
+        segments = []
+        for turn in sorted(self._turns.running.values(), key=lambda turn: turn.number):
+            if self._turns.is_prefilling(turn):
                 continue
-            with self._isolated(turn, "planning_failed", now):
-                while turn.path is not None and not self._cache.reserve(turn.path, turn.num_tokens):
-                    self._preempt(max(self._running.values(), key=lambda turn: turn.number))
+            with self._turns.isolated(turn, "planning_failed", now):
+                proposed = self._proposed(turn)
+                if self._has_pages(turn, now, proposed):
+                    segments.append(decode_segment(turn, proposed))
+        return sorted(segments, key=lambda segment: segment.worker)
 
-    def _preempt(self, turn: Turn) -> None:
-        """Back to the head of the queue; its tokens, text and seed go on where they were."""
+    def _proposed(self, turn: Turn) -> list[int]:
+        """Drafted tokens, fewer than the turn may still have."""
+        return list(self._drafter.propose(turn)[: turn.max_tokens - len(turn.generated) - 1])
+
+    def _has_pages(self, turn: Turn, now: float, proposed: list[int]) -> bool:
+        """Reserve the next rows' pages; drafts are dropped where only one row's can be had."""
+        if turn.path is None:
+            return False
+        if proposed and self._cache.reserve(turn.path, turn.num_tokens + len(proposed)):
+            return True
+        proposed.clear()
+        while turn.path is not None and not self._cache.reserve(turn.path, turn.num_tokens):
+            if self._agents.pins.give_one(now):
+                continue
+            if self._turns.leaving:
+                return False  # it gets the pages that these give back after the step
+            self._preempt(max(self._turns.running.values(), key=lambda turn: turn.number), now)
+        return turn.path is not None
+
+    def _preempt(self, turn: Turn, now: float) -> None:
+        """Back to the head of the line; its tokens, text and seed go on where they were."""
         self.counters.num_preempted += 1
-        self._release(turn, keep=True)
-        self._waiting.appendleft(turn)
+        self._turns.release(turn, now, keep=True, last=Kind.BORDER, is_over=False)
+        self._line.put_back(turn)
 
-    def _start_next(self, now: float) -> PageCopy | None:
-        """Give the first in line a worker and pages, if both can be had."""
-        if not self._waiting or not self._places.num_free or (self._is_short and self._running):
-            return None
-        turn = self._waiting[0]
-        with self._isolated(turn, "planning_failed", now):
-            opening = _open(self._cache, turn)
+    def _make_room_for_shorter(self, flight: InFlight, now: float) -> None:
+        """Between chunks a prefill gives its worker to one that has far less to do and is at home here."""
+        turn = flight.producer
+        with self._turns.isolated(turn, "planning_failed", now):
+            rival = self._line.rival(turn, flight, now, self._is_ready)
+            if rival is not None:
+                turn.num_yielded += 1
+                self._preempt(turn, now)
+                self._begin(rival, now)
+
+    def _is_ready(self, turn: Turn) -> bool:
+        return not self._turns.leaving.holds(turn)
+
+    def _start_next(self, now: float) -> None:
+        """Give the next in line a worker and pages, if both can be had."""
+        if (
+            not self._line
+            or not self._turns.places.num_free
+            or (self._turns.is_short and self._turns.running)
+        ):
+            return
+        turn = self._line.choose(now, self._is_ready)
+        if turn is not None:
+            self._begin(turn, now)
+
+    def _begin(self, turn: Turn, now: float) -> None:
+        with self._turns.isolated(turn, "planning_failed", now):
+            opening = open_path(self._cache, turn)
+            while opening is None and self._agents.pins.give_one(now):
+                opening = open_path(self._cache, turn)
             if opening is not None:
                 self._start(turn, opening, now)
-                return opening.copy
-            if not self._running:
-                self._fail(
+                return
+            if not self._turns.running and not self._turns.leaving:
+                self._turns.fail(
                     turn, "out_of_pages", "the turn does not fit the KV pool: enlarge pool_tokens", now
                 )
-            self._is_short = True
-        return None
+            self._turns.is_short = True
 
     def _start(self, turn: Turn, opening: Opening, now: float) -> None:
-        self._waiting.popleft()
-        self._is_short = False
-        turn.path = opening.path
-        turn.worker = self._places.take(turn.tenant, turn.agent)
-        self._running[turn.worker] = turn
-        self._prefilling = turn
+        path = turn.path = opening.path
+        turn.copy = opening.copy
+        self._line.remove(turn)
+        self._turns.is_short = False
+        turn.worker = self._turns.places.take(key_of(turn))
+        self._turns.running[turn.worker] = turn
+        turn.num_matched = max(path.num_sealed, path.num_tokens)
+        turn.kept_tokens = path.num_tokens
+        if self._cache.has_states:
+            turn.restore = StateRestore(turn.worker, opening.restore)
+            self.counters.num_restored += opening.restore is not None and path.num_tokens > 0
+        seconds = self._pace.prefill_seconds(turn.num_tokens - path.num_tokens, path.num_tokens)
+        self._turns.flight = InFlight.of(turn, path.num_tokens, self._line, now, seconds)
         if turn.started_at is None:
-            turn.started_at = now
-            turn.cached_tokens = opening.path.num_cached
-            self.counters.prompt_tokens_cached += turn.cached_tokens
-            self._tell(turn, Started(worker=turn.worker, cached_tokens=turn.cached_tokens))
+            self._start_first(turn, turn.worker, path.num_cached, now)
+
+    def _start_first(self, turn: Turn, worker: int, num_cached: int, now: float) -> None:
+        """A preempted turn that starts again has told all this already."""
+        turn.started_at = now
+        turn.cached_tokens = num_cached
+        self.counters.prompt_tokens_cached += num_cached
+        key = key_of(turn)
+        restart = None if key is None else self._agents.histories.restart(key, turn.prompt)
+        missed = None if restart is None else self._explained(turn, restart)
+        self._turns.tell(turn, Started(worker=worker, cached_tokens=num_cached, missed=missed))
+        self._agents.started(turn, turn.num_matched, restart)
+
+    def _explained(self, turn: Turn, restart: Restart) -> Missed | None:
+        found = Found(
+            turn.namespace, turn.prompt, turn.cached_tokens, self._cache.page_tokens, turn.hints.explain
+        )
+        missed = explain(restart, found)
+        if missed is not None:
+            by_cause = self.counters.missed_tokens
+            by_cause[missed.cause] = by_cause.get(missed.cause, 0) + missed.recomputed_tokens
+        return missed
+
+    def _prefill(self, flight: InFlight, num_decoding: int, now: float) -> list[Segment]:
+        """The prefill's next chunk; none if planning it broke."""
+        turn = flight.producer
+        segments = []
+        with self._turns.isolated(turn, "planning_failed", now):
+            segments.append(self._chunk(turn, flight, num_decoding))
+        return segments
+
+    def _chunk(self, turn: Turn, flight: InFlight, num_decoding: int) -> Segment:
+        assert turn.path is not None and turn.worker is not None
+        start, end = turn.path.num_tokens, turn.num_tokens
+        save = None
+        if start < end:
+            cuts = cuts_ahead(turn, flight) if self._cache.has_states else ()
+            num_rows = self._pace.chunk_rows(num_decoding, depth=start)
+            grid = Grid(num_rows, self._pace.limits.max_rows, self._cache.page_tokens)
+            end = chunk_end(start, end, cuts, grid)
+            due = next((cut for cut in cuts if cut.position == end), None)
+            if due is not None:
+                turn.due = due.kind
+                save = self._cache.reserve_state(turn.path)
+        hidden_from = turn.restore.row if turn.restore is not None and start == end else None
+        row = turn.row_sampling() if end == turn.num_tokens else None
+        token_ids = turn.tokens(start, end)
+        return Segment(
+            turn.worker, start, token_ids, turn.path.pages, row, turn.path.num_sealed, save, hidden_from
+        )
 
     def _commit_segment(self, turn: Turn, segment: Segment, outcome: SegmentResult, now: float) -> None:
         assert turn.path is not None
@@ -208,17 +343,39 @@ class Scheduler:
         if segment.row is not None and not outcome.token_ids and fault is None:
             fault = "no token was sampled"
         if fault is not None:
-            log.error("row fault", run=turn.run_id, fault=fault, are_rows_spoiled=outcome.are_rows_spoiled)
-            if outcome.are_rows_spoiled:
-                self._cache.poison(turn.path)
-                turn.path = None
-            self._fail(turn, "row_fault", f"this turn's numbers went wrong ({fault}): change its prompt", now)
+            self._fail_row(turn, fault, outcome, now)
             return
-        self._cache.commit(turn.path, segment.token_ids)
-        if turn is self._prefilling:
-            self._commit_chunk(turn, segment)
+        acceptance = None
+        num_rows = len(segment.token_ids)
         if segment.row is not None:
-            self._accept(turn, outcome, now)
+            acceptance = turn.accept(outcome.token_ids, outcome.logprobs, now)
+            if segment.num_proposed:
+                num_rows = acceptance.num_rows
+        self._cache.commit(turn.path, segment.token_ids[:num_rows])
+        if segment.save is not None:
+            self._keep_state(turn, turn.path)
+        if self._turns.is_prefilling(turn):
+            self._commit_chunk(turn, segment)
+        if acceptance is not None:
+            # A state that has seen more rows than the turn has is nobody's.
+            is_exact = not segment.num_proposed or num_rows == len(outcome.token_ids)
+            self._accept(turn, acceptance, Kind.GENERATED if is_exact else None, now)
+
+    def _fail_row(self, turn: Turn, fault: str, outcome: SegmentResult, now: float) -> None:
+        log.error("row fault", run=turn.run_id, fault=fault, are_rows_spoiled=outcome.are_rows_spoiled)
+        path = turn.path
+        if outcome.are_rows_spoiled and path is not None:
+            turn.path = None
+            self._turns.leaving.poison(turn, path)
+        self._turns.fail(
+            turn, "row_fault", f"this turn's numbers went wrong ({fault}): change its prompt", now
+        )
+
+    def _keep_state(self, turn: Turn, path: Path) -> None:
+        turn.copy = self._cache.keep_state(path, turn.due, agent_name(turn))
+        turn.kept_tokens = path.num_tokens
+        turn.num_checkpoints += 1
+        self._turns.changed()
 
     def _commit_chunk(self, turn: Turn, segment: Segment) -> None:
         assert turn.path is not None
@@ -227,16 +384,15 @@ class Scheduler:
         num_processed = min(segment.end, len(turn.prompt))
         if num_processed > turn.progress_tokens:
             turn.progress_tokens = num_processed
-            self._tell(turn, Progress(processed_tokens=num_processed, prompt_tokens=len(turn.prompt)))
+            self._turns.tell(turn, Progress(processed_tokens=num_processed, prompt_tokens=len(turn.prompt)))
         if segment.row is not None:
-            self._prefilling = None
+            self._turns.flight = None
+            self._turns.changed()
 
-    def _accept(self, turn: Turn, outcome: SegmentResult, now: float) -> None:
-        num_before = len(turn.generated)
-        acceptance = turn.accept(outcome.token_ids[0], outcome.logprobs[0] if outcome.logprobs else None, now)
-        self.counters.generated_tokens += len(turn.generated) - num_before
+    def _accept(self, turn: Turn, acceptance: Acceptance, last: Kind | None, now: float) -> None:
         if acceptance.tokens is not None:
-            self._tell(turn, acceptance.tokens)
+            self.counters.generated_tokens += len(acceptance.tokens.token_ids) // 4
+            self._turns.tell(turn, acceptance.tokens)
         if acceptance.ending is not None:
             ending = acceptance.ending
             end = Finished(
@@ -245,93 +401,8 @@ class Scheduler:
                 timings=turn.timings(now),
                 stop_text=ending.stop_text,
             )
-            self._end(turn, end)
-
-    @contextmanager
-    def _isolated(self, turn: Turn, kind: str, now: float) -> Iterator[None]:
-        """Whatever goes wrong inside is logged and ends this turn alone."""
-        try:
-            yield
-        except Exception:  # the border of one turn: ends in its terminal event
-            if (turn.run_id, turn.attempt) not in self._turns:
-                raise  # it has ended already: what broke is the engine's
-            log.exception("a turn failed", run=turn.run_id, attempt=turn.attempt, error_kind=kind)
-            remedy = "change its prompt or settings" if kind in FOR_GOOD else "send it again"
-            self._fail(turn, kind, f"this turn failed inside the engine: {remedy}", now)
-
-    def _fail(self, turn: Turn, kind: str, message: str, now: float) -> None:
-        failed = Failed(
-            error=kind,
-            message=message,
-            retryable=kind not in FOR_GOOD,
-            usage=turn.usage(),
-            timings=turn.timings(now),
-        )
-        self._end(turn, failed, keep=False)
-
-    def _end(self, turn: Turn, end: TurnEnd, *, keep: bool = True) -> None:
-        """The one place where a turn ends; held text goes out unless something broke."""
-        rest = turn.rest_of_text() if keep else None
-        if rest is not None:
-            self._tell(turn, rest)
-        self._leave(turn, keep=keep)
-        self._tell(turn, end)
-
-    def _leave(self, turn: Turn, *, keep: bool) -> None:
-        del self._turns[(turn.run_id, turn.attempt)]
-        if turn in self._waiting:
-            self._waiting.remove(turn)
-        self._release(turn, keep=keep)
-
-    def _release(self, turn: Turn, *, keep: bool) -> None:
-        """Take back worker and pages, if the turn holds them."""
-        self._is_short = False
-        if turn is self._prefilling:
-            self._prefilling = None
-        if turn.worker is not None and self._running.get(turn.worker) is turn:
-            del self._running[turn.worker]
-            self._places.give_back(turn.worker)
-        if turn.path is not None:
-            self._cache.close(turn.path, keep=keep)
-            turn.path = None
-
-    def _tell(self, turn: Turn, event: Event) -> None:
-        self._events.append(TurnEvent(turn.run_id, turn.attempt, event))
+            self._turns.end(turn, end, now, last=last)
 
 
-def _open(cache: Cache, turn: Turn) -> Opening | None:
-    """A path with pages for all tokens so far and a page's worth more; None where there are too few."""
-    tokens = turn.tokens(0, turn.num_tokens)
-    num_wanted = len(tokens) + min(turn.max_tokens - len(turn.generated), cache.page_tokens)
-    opening = cache.open(turn.namespace, tokens, max_match=len(tokens) - 1)
-    if cache.reserve(opening.path, num_wanted):
-        return opening
-    cache.close(opening.path, keep=False)
-    if opening.copy is None:
-        return None
-    # The copied page's source was locked too. Whole pages alone may just fit.
-    num_whole = opening.path.num_cached - opening.copy.num_tokens
-    opening = cache.open(turn.namespace, tokens, max_match=num_whole)
-    if cache.reserve(opening.path, num_wanted):
-        return opening
-    cache.close(opening.path, keep=False)
-    return None
-
-
-def _chunk_end(turn: Turn, num_rows: int, page_tokens: int) -> int:
-    """Where a prefill chunk of about `num_rows` ends: a large one on a page border, if that costs little."""
-    assert turn.path is not None
-    start = turn.path.num_tokens
-    end = start + num_rows
-    if end >= turn.num_tokens:
-        return turn.num_tokens
-    border = end - end % page_tokens
-    return border if num_rows >= page_tokens and border - start >= num_rows // 2 else end
-
-
-def _segment(turn: Turn, end: int) -> Segment:
-    """The turn's rows up to `end`; the last of all its tokens samples the next one."""
-    assert turn.path is not None and turn.worker is not None
-    start = turn.path.num_tokens
-    row = turn.row_sampling() if end == turn.num_tokens else None
-    return Segment(turn.worker, start, turn.tokens(start, end), turn.path.pages, row)
+def _is_of(turn: Turn, agents: set[AgentKey]) -> bool:
+    return AgentKey(turn.tenant, turn.session, turn.agent) in agents

@@ -11,14 +11,15 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvcache.cache import Path
+from kvcache.cache import Kind, PageCopy, Path
 
 from . import messages
 from .errors import TurnRefused
-from .messages import ChosenLogprob, Sampling, Submit, Timings, TokenLogprob, Tokens, Usage
-from .plan import Candidates, RowSampling
+from .messages import ChosenLogprob, Retain, Sampling, Submit, Timings, TokenLogprob, Tokens, Usage
+from .plan import Candidates, RowSampling, StateRestore
 from .text import Detokenizer, TextState
 
 _MAX_SEED = 2**64 - 1
@@ -43,10 +44,29 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a sampled token came to: what to send, and the end if it was one."""
+    """What sampled tokens came to: what to send, and the end if there was one."""
 
     tokens: Tokens | None
+    num_rows: int  # so many of the step's rows are the turn's: one for each token up to the end
     ending: Ending | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What the caller says about its agent's next calls, as in Submit; nothing depends on it but speed."""
+
+    fork_tokens: int = 0
+    expects: str = ""
+    is_final: bool = False
+    retain: Retain = "session"
+    system_tokens: int = 0
+    turn_tokens: int = 0
+    explain: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Nobody comes back for what the turn computes."""
+        return self.is_final or self.retain == "ephemeral"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +98,18 @@ class Turn:
     stop_ids: frozenset[int]
     text: TextState
     received_at: float
+    hints: Hints = Hints()
     number: int = 0  # order of arrival
     generated: array[int] = field(default_factory=lambda: array("I"))
     path: Path | None = None  # while it holds a worker
     worker: int | None = None  # the last one it held
+    copy: PageCopy | None = None  # belongs into its next step
+    restore: StateRestore | None = None  # the same; hybrid models only
+    num_matched: int = 0  # tokens whose pages the tree had when its path was opened
+    kept_tokens: int = 0  # the deepest position on its path that it could be restored at
+    num_checkpoints: int = 0  # that it took in its prefill
+    due: Kind = Kind.TURN  # of the checkpoint that its step takes, if that takes one
+    num_yielded: int = 0  # times that its prefill made room for a shorter one
     cached_tokens: int = 0
     progress_tokens: int = 0  # the largest prefill progress that was told
     started_at: float | None = None
@@ -104,25 +132,32 @@ class Turn:
         """How the turn's next token is sampled."""
         return RowSampling(self.sampling, self.seed, len(self.generated), self.prompt, self.generated)
 
-    def accept(self, token_id: int, candidates: Candidates | None, now: float) -> Acceptance:
-        """Take a sampled token. Nothing beyond an end is ever counted."""
+    def accept(self, token_ids: Sequence[int], candidates: Sequence[Candidates], now: float) -> Acceptance:
+        """Take a step's sampled tokens, at least one. Nothing beyond an end is ever counted."""
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
-        if token_id in self.stop_ids:
-            return Acceptance(self.rest_of_text(), Ending("stop"))
-        delta = self.text.append(token_id)
-        text, ending = delta.text, None
-        if delta.stopped is not None:
-            ending = Ending("stop", delta.stopped)
-        elif len(self.generated) + 1 >= self.max_tokens:
-            text += self.text.flush()
-            ending = Ending("length")
-        tokens = Tokens(
-            token_ids=token_id.to_bytes(4, "little"), text=text, logprobs=self._logprobs(candidates)
-        )
-        self.generated.append(token_id)  # last: a token that cannot be sent is not counted either
-        return Acceptance(tokens, ending)
+        taken, text = array("I"), ""
+        ending: Ending | None = None
+        num_rows = 0
+        while ending is None and num_rows < len(token_ids):
+            token_id = token_ids[num_rows]
+            num_rows += 1
+            if token_id in self.stop_ids:
+                text += self.text.flush()
+                ending = Ending("stop")
+                break
+            delta = self.text.append(token_id)
+            text += delta.text
+            taken.append(token_id)
+            if delta.stopped is not None:
+                ending = Ending("stop", delta.stopped)
+            elif len(self.generated) + len(taken) >= self.max_tokens:
+                text += self.text.flush()
+                ending = Ending("length")
+        tokens = self._tokens(taken, text, candidates)
+        self.generated.extend(taken)  # last: a token that cannot be sent is not counted either
+        return Acceptance(tokens, num_rows, ending)
 
     def rest_of_text(self) -> Tokens | None:
         """Text that was held back, for the end of the turn."""
@@ -149,11 +184,15 @@ class Turn:
             decode_seconds=last - first,
         )
 
-    def _logprobs(self, candidates: Candidates | None) -> tuple[ChosenLogprob, ...]:
-        if candidates is None or self.sampling.top_logprobs is None:
-            return ()
+    def _tokens(self, taken: array[int], text: str, candidates: Sequence[Candidates]) -> Tokens | None:
+        if not taken and not text:
+            return None
+        logprobs = tuple(self._logprobs(one) for one in candidates[: len(taken)])
+        return Tokens(token_ids=taken.tobytes(), text=text, logprobs=logprobs)
+
+    def _logprobs(self, candidates: Candidates) -> ChosenLogprob:
         top = tuple(self._logprob(token_id, value) for token_id, value in candidates.top)
-        return (ChosenLogprob(self._logprob(*candidates.chosen), top),)
+        return ChosenLogprob(self._logprob(*candidates.chosen), top)
 
     def _logprob(self, token_id: int, value: float) -> TokenLogprob:
         return TokenLogprob(token_id, self.text.token_bytes(token_id), value)
@@ -184,6 +223,20 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
         | (frozenset() if submit.ignore_eos else rules.eos_token_ids),
         text=TextState(rules.detokenizer, submit.stop),
         received_at=now,
+        hints=_hints(submit, len(prompt)),
+    )
+
+
+def _hints(submit: Submit, num_prompt: int) -> Hints:
+    """Positions beyond the prompt mean its end."""
+    return Hints(
+        fork_tokens=min(submit.fork_tokens, num_prompt),
+        expects=submit.expects,
+        is_final=submit.is_final,
+        retain=submit.retain,
+        system_tokens=min(submit.system_tokens, num_prompt),
+        turn_tokens=min(submit.turn_tokens, num_prompt) or num_prompt,
+        explain=submit.explain,
     )
 
 

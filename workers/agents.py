@@ -1,0 +1,282 @@
+"""What is known of the agents that call: who is at work, expected back or done, and what is kept for each.
+
+Knows turns and kept prefixes; neither queue nor workers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import structlog
+
+from kvcache.cache import Cache, Kept
+
+from .errors import IntegrityError
+from .gaps import Gaps
+from .misses import Histories, History, Restart
+from .pins import AgentKey, Pin, PinReason, Pins
+from .turn import Turn
+
+log = structlog.get_logger(__name__)
+
+MAX_AGENTS = 4096
+JOIN_SECONDS = 300.0
+"""A parent is kept for its children's results for so long at most."""
+RETAIN_SECONDS = 3600.0
+MAX_ANSWER_TOKENS = 4096
+"""An answer is expected to take no more of the pool than this."""
+
+
+class AgentState(Enum):
+    """RUNNING has a turn in the engine; WAIT_TOOL said what it waits for; DEAD does not come back."""
+
+    RUNNING = "running"
+    WAIT_TOOL = "wait_tool"
+    IDLE = "idle"
+    DEAD = "dead"
+
+
+@dataclass(slots=True, eq=False)
+class Agent:
+    """One agent; times on the engine's clock."""
+
+    key: AgentKey
+    parent: AgentKey | None = None
+    num_turns: int = 0  # waiting or running
+    num_children: int = 0  # of its children, those that have turns here
+    num_tokens: int = 0  # that its last path held, or its running one is going to
+    num_shared: int = 0  # of these, what others had before it came
+    waits_for: str = ""
+    left_at: float | None = None
+    hot_until: float = 0.0  # expected back by then
+    is_dead: bool = False
+    kept: Kept | None = None
+
+    @property
+    def state(self) -> AgentState:
+        if self.num_turns:
+            return AgentState.RUNNING
+        if self.is_dead:
+            return AgentState.DEAD
+        return AgentState.WAIT_TOOL if self.waits_for else AgentState.IDLE
+
+    @property
+    def working_tokens(self) -> int:
+        """What it would take to have it all in the pool, over what others need anyway."""
+        return max(self.num_tokens - self.num_shared, 0)
+
+    def is_hot(self, now: float) -> bool:
+        """At work, or expected back."""
+        return self.num_turns > 0 or (not self.is_dead and now < self.hot_until)
+
+
+def key_of(turn: Turn) -> AgentKey | None:
+    """None: nobody in particular."""
+    return AgentKey(turn.tenant, turn.session, turn.agent) if turn.agent else None
+
+
+def agent_name(turn: Turn) -> str:
+    """Whose checkpoints supersede each other: the agent's; a turn of nobody in particular is on its own."""
+    key = key_of(turn)
+    return f"run {turn.run_id}" if key is None else "\x1f".join(key)
+
+
+class Agents:
+    """The agents of one engine, those that were here least recently first."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._agents: dict[AgentKey, Agent] = {}
+        self._hot: dict[AgentKey, Agent] = {}  # all that are hot, and some that no longer are
+        self._gaps = Gaps()
+        self.pins = Pins(cache)
+        self.histories = Histories()
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    def of(self, turn: Turn) -> Agent | None:
+        """The turn's agent; None for nobody in particular."""
+        key = key_of(turn)
+        return None if key is None else self._agents.get(key)
+
+    def arrived(self, turn: Turn, now: float) -> None:
+        """A turn is waiting from now on."""
+        key = key_of(turn)
+        if key is None:
+            return
+        agent = self._agents.pop(key, None) or Agent(key)
+        self._agents[key] = agent
+        if turn.parent and turn.parent != turn.agent:
+            agent.parent = AgentKey(turn.tenant, turn.session, turn.parent)
+        if agent.left_at is not None and not agent.num_turns and not agent.is_dead:
+            self._gaps.observe(agent.waits_for, now - agent.left_at)
+        agent.num_turns += 1
+        agent.is_dead = False
+        self._hot[key] = agent
+        if agent.num_turns == 1:
+            self._child_came(agent, now)
+        self._bound()
+
+    def started(self, turn: Turn, num_matched: int, restart: Restart | None) -> None:
+        """A turn holds a path for the first time; what was held for it is its own now."""
+        agent = self.of(turn)
+        if agent is None:
+            return
+        kept = agent.kept
+        if kept is not None and restart is not None and restart.is_compaction and agent.num_turns == 1:
+            agent.kept = None
+            self._retire(kept)
+        if not agent.num_tokens:
+            agent.num_shared = num_matched
+        agent.num_shared = min(agent.num_shared, num_matched)
+        agent.num_tokens = len(turn.prompt) + answer_tokens(turn)
+        self.pins.drop(agent.key, PinReason.TOOL, PinReason.JOIN)
+
+    def ended(self, turn: Turn, now: float, *, was_published: bool) -> None:
+        """A turn is over."""
+        agent = self.of(turn)
+        if agent is None:
+            return
+        agent.num_turns -= 1
+        agent.left_at = now
+        agent.waits_for = turn.hints.expects
+        agent.is_dead = turn.hints.is_last and not agent.num_turns
+        agent.hot_until = now + self._gaps.stay(agent.waits_for)
+        tokens = turn.tokens(0, turn.num_tokens) if turn.started_at is not None else array("I")
+        if tokens:
+            agent.num_tokens = len(tokens)
+            self.histories.remember(agent.key, History(turn.namespace, tokens, was_published))
+        if not agent.num_turns:
+            self._child_left(agent)
+
+    def keeps(self, turn: Turn, kept: Kept, now: float) -> None:
+        """What an ended turn published stays under this handle: held, left to age or the first to go."""
+        agent = self.of(turn)
+        if agent is None:
+            if turn.hints.is_last:
+                self._retire(kept)
+            return
+        agent.kept = kept
+        if turn.hints.retain == "pin":
+            self.pins.put(PinReason.RETAIN, agent.key, Pin(kept, now + RETAIN_SECONDS, now))
+        if agent.is_dead:
+            self._retire(kept)
+            return
+        if agent.waits_for:
+            until, back_at = agent.hot_until, now + self._gaps.median(agent.waits_for)
+            self.pins.put(PinReason.TOOL, agent.key, Pin(kept, until, back_at))
+        if agent.num_children:
+            self._pin_for_join(agent, now)
+
+    def subtree(self, top: AgentKey) -> set[AgentKey]:
+        """An agent and all its descendants; the whole session for the agent ""."""
+        family = {key for key in self._agents if key[:2] == top[:2]}
+        if not top.agent:
+            return family | {top}
+        found, size = {top}, 0
+        while len(found) != size:
+            size = len(found)
+            found |= {key for key in family if self._agents[key].parent in found}
+        return found
+
+    def cancel(self, keys: set[AgentKey]) -> None:
+        """Agents that are done for: nothing is held for them, and what they alone had goes first."""
+        for key in keys:
+            self.pins.drop(key)
+            self.histories.forget(key)
+            agent = self._agents.get(key)
+            if agent is None:
+                continue
+            agent.is_dead = True
+            agent.hot_until = 0.0
+            kept, agent.kept = agent.kept, None
+            if kept is not None:
+                self._retire(kept)
+
+    def hot_tokens(self, now: float) -> int:
+        """What the agents at work and those expected back need of the pool."""
+        for key, agent in list(self._hot.items()):
+            if not agent.is_hot(now):
+                del self._hot[key]
+        return sum(agent.working_tokens for agent in self._hot.values())
+
+    def is_hot(self, turn: Turn, now: float) -> bool:
+        """Whether the pool was made to hold the turn's agent already."""
+        agent = self.of(turn)
+        if agent is None or not agent.num_tokens:
+            return False
+        return agent.num_turns > 1 or now < agent.hot_until
+
+    def next_cooling(self, now: float) -> float:
+        """When the next agent is no longer expected; infinity: nobody is."""
+        untils = (a.hot_until for a in self._hot.values() if not a.num_turns and a.hot_until > now)
+        return min(untils, default=float("inf"))
+
+    def check_integrity(self, turns: Iterable[Turn]) -> None:
+        """Raises IntegrityError when agents and their turns disagree."""
+        counted = Counter(key_of(turn) for turn in turns)
+        for key, agent in self._agents.items():
+            if agent.num_turns != counted[key]:
+                raise IntegrityError(f"an agent counts {agent.num_turns} turns and has {counted[key]}")
+
+    def forget_kept(self) -> None:
+        """The cache was cleared."""
+        self.pins.clear()
+        for agent in self._agents.values():
+            agent.kept = None
+
+    def forget(self) -> None:
+        """Nobody was ever here; gaps stay learned."""
+        self.pins.clear()
+        self.histories.clear()
+        self._agents.clear()
+        self._hot.clear()
+
+    def _retire(self, kept: Kept) -> None:
+        try:
+            self._cache.retire(kept)
+        except Exception:  # nobody's turn: what it keeps leaves later, by age
+            log.exception("a prefix was not retired")
+
+    def _parent(self, agent: Agent) -> Agent | None:
+        return None if agent.parent is None else self._agents.get(agent.parent)
+
+    def _child_came(self, agent: Agent, now: float) -> None:
+        parent = self._parent(agent)
+        if parent is not None:
+            parent.num_children += 1
+            self._pin_for_join(parent, now)
+
+    def _child_left(self, agent: Agent) -> None:
+        parent = self._parent(agent)
+        if parent is not None and parent.num_children:
+            parent.num_children -= 1
+            if not parent.num_children:
+                self.pins.drop(parent.key, PinReason.JOIN)
+
+    def _pin_for_join(self, parent: Agent, now: float) -> None:
+        if parent.kept is None or parent.num_turns or parent.is_dead:
+            return
+        parent.hot_until = max(parent.hot_until, now + JOIN_SECONDS)
+        back_at = now + self._gaps.median("")
+        self.pins.put(PinReason.JOIN, parent.key, Pin(parent.kept, now + JOIN_SECONDS, back_at))
+
+    def _bound(self) -> None:
+        while len(self._agents) > MAX_AGENTS:
+            key = next((key for key, agent in self._agents.items() if not agent.num_turns), None)
+            if key is None:
+                return
+            self._hot.pop(key, None)
+            self.pins.drop(key)
+            self.histories.forget(key)
+            del self._agents[key]
+
+
+def answer_tokens(turn: Turn) -> int:
+    """How many tokens the answer is expected to add at most."""
+    return min(turn.max_tokens - len(turn.generated), MAX_ANSWER_TOKENS)

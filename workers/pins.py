@@ -1,0 +1,100 @@
+"""Which kept prefixes are held against eviction, for whom and until when. Knows neither turns nor tokens.
+
+Every pin has a deadline. They are given up soonest-to-lose first when a running turn needs the pages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import structlog
+
+from kvcache.cache import Cache, Kept
+
+log = structlog.get_logger(__name__)
+
+
+class AgentKey(NamedTuple):
+    """Names an agent: agents are unique within a tenant's session."""
+
+    tenant: str
+    session: str
+    agent: str
+
+
+class PinReason(IntEnum):
+    """Why a prefix is held; the lowest are given up first."""
+
+    TOOL = 0  # its agent waits for a tool
+    JOIN = 1  # its agent's children still run
+    RETAIN = 2  # the caller asked for it
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """One held prefix; times on the engine's clock."""
+
+    kept: Kept
+    until: float
+    back_at: float  # when its agent is expected
+
+
+class Pins:
+    """All pins of one engine, at most one for each agent and reason."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._pins: dict[tuple[PinReason, AgentKey], Pin] = {}
+        self.next_expiry = math.inf
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def put(self, reason: PinReason, key: AgentKey, pin: Pin) -> bool:
+        """Hold a prefix in place of the one held before. False: half the pool is pinned already."""
+        self.drop(key, reason)
+        if not self._cache.pin(pin.kept):
+            return False
+        self._pins[reason, key] = pin
+        self.next_expiry = min(self.next_expiry, pin.until)
+        return True
+
+    def drop(self, key: AgentKey, *reasons: PinReason) -> None:
+        """Let go of what is held for an agent, for these reasons or any."""
+        for reason in reasons or tuple(PinReason):
+            self._release((reason, key))
+
+    def expire(self, now: float) -> None:
+        """Let go of what is past its deadline."""
+        if now < self.next_expiry:
+            return
+        for name, pin in list(self._pins.items()):
+            if pin.until <= now:
+                self._release(name)
+        self.next_expiry = min((pin.until for pin in self._pins.values()), default=math.inf)
+
+    def give_one(self, now: float) -> bool:
+        """Let go of the one that is likely to be lost soonest anyway; False: there is none."""
+        if not self._pins:
+            return False
+        self._release(min(self._pins, key=lambda name: (name[0], now - self._pins[name].back_at)))
+        return True
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for name in list(self._pins):
+            self._release(name)
+        self.next_expiry = math.inf
+
+    def _release(self, name: tuple[PinReason, AgentKey]) -> None:
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return
+        try:
+            self._cache.unpin(pin.kept)
+        except Exception:  # nobody's turn: tried once more, as a pin that stays would lock its pages for ever
+            log.exception("a pin was not released at once")
+            self._cache.unpin(pin.kept)

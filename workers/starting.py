@@ -1,0 +1,61 @@
+"""How a turn begins: a path over what the cache has of it, with pages for the rest. Knows no queue."""
+
+from __future__ import annotations
+
+from kvcache.cache import Cache, Opening
+
+from .agents import agent_name
+from .cuts import MAX_CUTS, Cut, Stretch, due_cuts
+from .plan import Segment
+from .sharing import InFlight
+from .turn import Turn
+
+
+def open_path(cache: Cache, turn: Turn) -> Opening | None:
+    """A path with pages for all tokens so far and a page's worth more; None where there are too few.
+
+    A hybrid's may hold all tokens already: its checkpoint has the hidden row that the next token comes from.
+    """
+    tokens, agent = turn.tokens(0, turn.num_tokens), agent_name(turn)
+    num_wanted = len(tokens) + min(turn.max_tokens - len(turn.generated), cache.page_tokens)
+    most = len(tokens) if cache.has_states else len(tokens) - 1
+    opening = cache.open(turn.namespace, tokens, max_match=most, agent=agent)
+    if cache.reserve(opening.path, num_wanted):
+        return opening
+    cache.close(opening.path, keep=False)
+    if opening.copy is None:
+        return None
+    # The copied page's source was locked too. Whole pages alone may just fit.
+    num_whole = opening.path.num_cached - opening.copy.num_tokens
+    opening = cache.open(turn.namespace, tokens, max_match=num_whole, agent=agent)
+    if cache.reserve(opening.path, num_wanted):
+        return opening
+    cache.close(opening.path, keep=False)
+    return None
+
+
+def cuts_ahead(turn: Turn, flight: InFlight) -> tuple[Cut, ...]:
+    """Checkpoints that are still to be taken in the turn's prefill."""
+    forks = flight.forks()
+    if turn.hints.fork_tokens:
+        forks.add(turn.hints.fork_tokens)
+    stretch = Stretch(
+        start=turn.kept_tokens,
+        num_matched=turn.num_matched,
+        system_tokens=turn.hints.system_tokens,
+        turn_tokens=turn.hints.turn_tokens,
+        is_last=turn.hints.is_last,
+        forks=frozenset(forks),
+        num_allowed=MAX_CUTS - turn.num_checkpoints,
+    )
+    return due_cuts(stretch)
+
+
+def decode_segment(turn: Turn, proposed: list[int]) -> Segment:
+    """The row of the turn's last token, and those of tokens that may follow it."""
+    assert turn.path is not None and turn.worker is not None
+    start = turn.path.num_tokens
+    token_ids = [*turn.tokens(start, turn.num_tokens), *proposed]
+    return Segment(
+        turn.worker, start, token_ids, turn.path.pages, turn.row_sampling(), num_proposed=len(proposed)
+    )
