@@ -3,7 +3,7 @@
 PYTHON3 := $(shell command -v python3 || command -v python3.13 || command -v python3.12 || command -v python3.11)
 VENV := .venv/bin
 
-.PHONY: help setup tools demo serve test check fix soak bench clean
+.PHONY: help setup tools demo serve test check fix gate soak bench clean
 
 help:
 	@echo 'make demo    set up, then four workers serve an orchestrated session; ends in build/demo.json'
@@ -11,6 +11,7 @@ help:
 	@echo 'make test    set up, then the tests (a few minutes)'
 	@echo 'make check   format, lint, types and the map of the rooms'
 	@echo 'make fix     format, and mend what the linter can'
+	@echo 'make gate    how much of 1,700 calls the cache answers: means over several orders (minutes)'
 	@echo 'make soak    property tests with new random seeds, and the slow tests'
 	@echo 'make bench   the benchmarks that there are, and how to run them'
 	@echo 'make setup   only the set-up: .venv, OpenBLAS on Debian, the default model'
@@ -43,6 +44,9 @@ check: tools
 fix: tools
 	$(VENV)/python -m ruff check --fix .
 	$(VENV)/python -m ruff format .
+
+gate: tools
+	$(VENV)/python -m pytest -q -m slow tests/workers/test_simulate_gate.py
 
 soak: setup
 	TETRARCH_SOAK=1 $(VENV)/python -m pytest -q tests/properties

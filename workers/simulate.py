@@ -9,6 +9,7 @@ from pathlib import Path
 from kvcache.settings import PAGE_TOKENS
 
 from .errors import SettingsError
+from .line import LineRules
 from .simulate_device import Device
 from .simulate_replay import Capacity, Replay
 from .simulate_report import Reports
@@ -31,12 +32,16 @@ EXAMPLES = """\
 examples:
   tetrarch simulate trace.jsonl.gz
   tetrarch simulate trace.jsonl.gz --agents 8 --pool-tokens 524288 --states 32 --orders 3
+  tetrarch simulate trace.jsonl.gz --policy fifo          without admission and ageing
   tetrarch simulate trace.jsonl.gz --flops 15e12 --bytes-per-second 270e9 --json
 
 A trace has one JSON object a line: session, agent, think, input_length, output_length, stop and hash_ids
 (of chained 64-token blocks); or, without session, Mooncake's input_length, output_length and hash_ids
 (512-token blocks), each call a session of its own.
 """
+
+
+POLICIES = {"agents": LineRules(), "fifo": LineRules(order="arrival")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class Options:
     context_tokens: int | None
     num_orders: int
     seed: int
+    rules: LineRules
     device: Device
     check_in_full: bool
     as_json: bool
@@ -68,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="longer calls are skipped (none)")
     parser.add_argument("--orders", type=int, default=1, metavar="N", help="session orders to average (1)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first order (0)")
+    parser.add_argument(
+        "--policy",
+        choices=tuple(POLICIES),
+        default="agents",
+        help="agents: as the engine does; fifo: first come, first served, nobody is held (agents)",
+    )
     parser.add_argument("--flops", type=float, default=30e12, metavar="X", help="FLOP a second (30e12)")
     parser.add_argument(
         "--bytes-per-second", type=float, default=500e9, metavar="X", help="memory bandwidth (500e9)"
@@ -98,6 +110,7 @@ def parse(options: argparse.Namespace) -> Options:
         context_tokens=options.context,
         num_orders=options.orders,
         seed=options.seed,
+        rules=POLICIES[options.policy],
         device=Device(flops=options.flops, bytes_per_second=options.bytes_per_second),
         check_in_full=options.check == "full",
         as_json=options.json,
@@ -111,7 +124,9 @@ def simulate(options: Options) -> Reports:
     seeds = range(options.seed, options.seed + options.num_orders)
     return Reports.of(
         [
-            Replay(trace, capacity, options.device, seed).run(check_in_full=options.check_in_full)
+            Replay(trace, capacity, options.device, seed, options.rules).run(
+                check_in_full=options.check_in_full
+            )
             for seed in seeds
         ]
     )

@@ -14,7 +14,7 @@ from .errors import IntegrityError
 from .plan import Segment, SegmentResult, StepPlan, StepResult
 from .turn import Turn
 
-_MAX_JUMP = 1024
+_MAX_JUMP = 256
 """Tokens of one jump: pages are reserved for all of them."""
 NUM_TOKEN_IDS = 2**32
 

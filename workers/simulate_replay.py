@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer, models
 
-from kvcache.cache import Cache
+from kvcache.cache import Cache, CacheStats
 from kvcache.settings import PAGE_TOKENS
 
 from .engine import Engine
 from .errors import IntegrityError
+from .line import LineRules
 from .messages import Finished, Sampling, Submit, Tokens, TurnEnd
 from .pace import PaceLimits
 from .simulate_device import NUM_TOKEN_IDS, Device, FreshTokens, SimulatedClock, SimulatedRunner
@@ -28,7 +29,7 @@ from .turn import TurnEvent, TurnRules
 GPU_LIMITS = PaceLimits(step_seconds=0.3)
 CALLS_BETWEEN_FULL_CHECKS = 100
 _HELD_TICK_SECONDS = 1.0
-"""Nothing can run and something waits: the scheduler is asked again after this long."""
+"""Nothing can run and something waits: the scheduler is asked again after this long at least."""
 _STUCK_SECONDS = 24 * 3600.0
 _LONGEST_PIN_SECONDS = 2 * 3600.0
 
@@ -79,20 +80,25 @@ class _Tally:
 class Replay:
     """One order of a trace's sessions on one engine."""
 
-    def __init__(self, trace: Trace, capacity: Capacity, device: Device, seed: int) -> None:
+    def __init__(
+        self, trace: Trace, capacity: Capacity, device: Device, seed: int, rules: LineRules | None = None
+    ) -> None:
         kept = trace.within(capacity.context_tokens)
         self._num_skipped = trace.num_calls - kept.num_calls
         self._clock = SimulatedClock()
         self._loop = ClosedLoop(kept, capacity.num_agents, seed)
         self._prompts = Prompts()
-        self._runner = SimulatedRunner(device, self._clock, FreshTokens(), PAGE_TOKENS)
-        self.cache = Cache(capacity.pool_tokens // PAGE_TOKENS)
+        tokens = FreshTokens()
+        self._runner = SimulatedRunner(device, self._clock, tokens, PAGE_TOKENS)
+        self.cache = Cache(capacity.pool_tokens // PAGE_TOKENS, num_states=capacity.num_states or None)
         self.engine = Engine(
             self._runner,
             self.cache,
             _rules(capacity.context_tokens),
             num_workers=capacity.num_workers,
             limits=GPU_LIMITS,
+            line=rules,
+            drafter=tokens,
             clock=self._clock,
         )
         self._open: dict[str, _Open] = {}
@@ -108,9 +114,9 @@ class Replay:
             if self._tally.num_calls > num_checked:
                 num_checked = self._tally.num_calls
                 self._check(in_full=check_in_full or not num_checked % CALLS_BETWEEN_FULL_CHECKS)
-        simulated_seconds = self._clock.now
+        simulated_seconds, stats = self._clock.now, self.cache.stats()
         self._check_leaks()
-        return self._report(simulated_seconds, time.perf_counter() - started)
+        return self._report(stats, simulated_seconds, time.perf_counter() - started)
 
     def _advance(self) -> bool:
         """To the next event; False at the end."""
@@ -159,7 +165,7 @@ class Replay:
 
     def _hold(self) -> None:
         """Something waits and nothing can run: time passes until the scheduler may think otherwise."""
-        until = self._clock.now + _HELD_TICK_SECONDS
+        until = self._clock.now + max(self.engine.rest_seconds, _HELD_TICK_SECONDS)
         if self._loop.next_seconds is not None:
             until = min(until, self._loop.next_seconds)
         self._clock.now = until
@@ -202,6 +208,7 @@ class Replay:
         self._loop.ended(arrival.call, self._clock.now)
 
     def _check(self, *, in_full: bool) -> None:
+        self.cache.check_counts()
         if in_full:
             self.engine.check_integrity()
 
@@ -210,13 +217,18 @@ class Replay:
         self._clock.now += _LONGEST_PIN_SECONDS
         self.engine.step()
         self.engine.check_integrity()
+        pinned = self.cache.stats().num_pinned_pages
+        if pinned:
+            raise IntegrityError(f"{pinned} pages are pinned and nobody is left to come back for them")
         self.cache.clear()
         self.engine.check_integrity()
         stats = self.cache.stats()
         if stats.num_free != stats.num_pages:
             raise IntegrityError(f"{stats.num_pages - stats.num_free} of {stats.num_pages} pages leaked")
+        if stats.num_free_states != stats.num_states:
+            raise IntegrityError(f"{stats.num_states - stats.num_free_states} rows of states leaked")
 
-    def _report(self, simulated_seconds: float, real_seconds: float) -> Report:
+    def _report(self, stats: CacheStats, simulated_seconds: float, real_seconds: float) -> Report:
         tally, counts = self._tally, self.engine.stats()
         return Report(
             hit_rate=round(max(0.0, 1 - counts.prompt_tokens_computed / max(tally.prompt_tokens, 1)), 6),
@@ -230,8 +242,8 @@ class Replay:
             num_preempted=counts.num_preempted,
             num_checkpoints=self._runner.num_saved,
             num_restored=self._runner.num_restored,
-            evicted_pages={},
-            evicted_states={},
+            evicted_pages=_evicted_pages(stats),
+            evicted_states=_evicted_states(stats),
             wait_seconds=Spread.of(tally.waits),
             first_wait_seconds=Spread.of(tally.first_waits),
             first_token_seconds=Spread.of(tally.first_tokens),
@@ -240,6 +252,24 @@ class Replay:
             simulated_seconds=round(simulated_seconds, 1),
             real_seconds=round(real_seconds, 2),
         )
+
+
+def _evicted_pages(stats: CacheStats) -> dict[str, int]:
+    return {
+        "of agents that are gone": stats.num_evicted_retired,
+        "without a checkpoint": stats.num_evicted_bare,
+        "used longest ago": stats.num_evicted_aged,
+        "with their checkpoint": stats.num_evicted_tails,
+    }
+
+
+def _evicted_states(stats: CacheStats) -> dict[str, int]:
+    return {
+        "superseded": stats.num_states_superseded,
+        "of agents that are gone": stats.num_states_retired,
+        "used longest ago": stats.num_states_aged,
+        "with their pages": stats.num_states_lost,
+    }
 
 
 def _rules(context_tokens: int) -> TurnRules:

@@ -166,7 +166,7 @@ def _merged(columns: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _evictions(title: str, by_cause: Mapping[str, int]) -> dict[str, str]:
     rows = {title: f"{sum(by_cause.values()):,}"}
-    return rows | {f"  {cause} ({title})": f"{num:,}" for cause, num in by_cause.items()}
+    return rows | {f"  {title[0]}. {cause}": f"{num:,}" for cause, num in by_cause.items()}
 
 
 def _spread(spread: Spread) -> str:
