@@ -48,6 +48,8 @@ class StepEngine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    @property
+    def rest_seconds(self) -> float: ...
     def submit(self, submit: Submit) -> None: ...
     def cancel(self, cancel: Cancel) -> None: ...
     def cancel_agents(self, cancel: CancelAgents) -> None: ...
@@ -127,7 +129,7 @@ class EngineLoop:
 
     def _patience(self) -> float | None:
         if self._engine.has_work:
-            return 0
+            return self._engine.rest_seconds
         return None if self._is_checked else IDLE_CHECK_SECONDS
 
     def _take(self, message: ToEngine) -> None:
