@@ -52,6 +52,7 @@ class Engines(RuleBasedStateMachine):
             limits=PaceLimits(min_rows=2, min_idle_rows=3, max_rows=max_rows),
             clock=clock,
         )
+        self.clock = clock
         self.submits: dict[str, Submit] = {}
         self.events: dict[str, list[Event]] = defaultdict(list)
         self.answers: list[list[int]] = [[]]
@@ -135,6 +136,7 @@ class Engines(RuleBasedStateMachine):
             self._check_run(submit, self.events[run_id])
 
     def _step(self) -> None:
+        self.clock.advance(self.engine.rest_seconds)
         for told in self.engine.step():
             self.events[told.run_id].append(told.event)
             if isinstance(told.event, Finished):

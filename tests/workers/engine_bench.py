@@ -47,6 +47,7 @@ class Bench:
         self.events: dict[str, list[Event]] = defaultdict(list)
 
     def step(self) -> None:
+        self.clock.advance(self.engine.rest_seconds)
         for told in self.engine.step():
             self.events[told.run_id].append(told.event)
         self.engine.check_integrity()
