@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvcache.cache import Kind, PageCopy, Path
 
 from . import messages
@@ -253,6 +255,7 @@ def _check_prompt(submit: Submit, rules: TurnRules) -> array[int]:
             f"the prompt has {len(prompt)} tokens and the context holds {rules.context_length}, "
             "with at least one for the answer: shorten the prompt",
         )
-    if max(prompt) >= rules.vocab_size:
-        raise TurnRefused("invalid_request", f"token id {max(prompt)} is not below {rules.vocab_size}")
+    largest = int(np.frombuffer(prompt, dtype=np.uintc).max())  # max() of 128k tokens takes 3 ms
+    if largest >= rules.vocab_size:
+        raise TurnRefused("invalid_request", f"token id {largest} is not below {rules.vocab_size}")
     return prompt
