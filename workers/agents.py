@@ -5,6 +5,7 @@ Knows turns and kept prefixes; neither queue nor workers.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -47,12 +48,13 @@ class Agent:
     key: AgentKey
     parent: AgentKey | None = None
     num_turns: int = 0  # waiting or running
+    num_running: int = 0  # of these, those that have had a worker
     num_children: int = 0  # of its children, those that have turns here
     num_tokens: int = 0  # that its last path held, or its running one is going to
     num_shared: int = 0  # of these, what others had before it came
     waits_for: str = ""
     left_at: float | None = None
-    hot_until: float = 0.0  # expected back by then
+    hot_until: float = 0.0  # expected back by then; infinity: it came back in time, and waits
     is_dead: bool = False
     kept: Kept | None = None
 
@@ -71,7 +73,7 @@ class Agent:
 
     def is_hot(self, now: float) -> bool:
         """At work, or expected back."""
-        return self.num_turns > 0 or (not self.is_dead and now < self.hot_until)
+        return self.num_running > 0 or (not self.is_dead and now < self.hot_until)
 
 
 def key_of(turn: Turn) -> AgentKey | None:
@@ -115,6 +117,8 @@ class Agents:
             agent.parent = AgentKey(turn.tenant, turn.session, turn.parent)
         if agent.left_at is not None and not agent.num_turns and not agent.is_dead:
             self._gaps.observe(agent.waits_for, now - agent.left_at)
+        if agent.is_hot(now):
+            agent.hot_until = math.inf
         agent.num_turns += 1
         agent.is_dead = False
         self._hot[key] = agent
@@ -127,6 +131,7 @@ class Agents:
         agent = self.of(turn)
         if agent is None:
             return
+        agent.num_running += 1
         kept = agent.kept
         if kept is not None and restart is not None and restart.is_compaction and agent.num_turns == 1:
             agent.kept = None
@@ -143,6 +148,7 @@ class Agents:
         if agent is None:
             return
         agent.num_turns -= 1
+        agent.num_running -= turn.started_at is not None
         agent.left_at = now
         agent.waits_for = turn.hints.expects
         agent.is_dead = turn.hints.is_last and not agent.num_turns
@@ -208,20 +214,17 @@ class Agents:
     def is_hot(self, turn: Turn, now: float) -> bool:
         """Whether the pool was made to hold the turn's agent already."""
         agent = self.of(turn)
-        if agent is None or not agent.num_tokens:
-            return False
-        return agent.num_turns > 1 or now < agent.hot_until
+        return agent is not None and agent.num_tokens > 0 and agent.is_hot(now)
 
     def next_cooling(self, now: float) -> float:
         """When the next agent is no longer expected; infinity: nobody is."""
-        untils = (a.hot_until for a in self._hot.values() if not a.num_turns and a.hot_until > now)
-        return min(untils, default=float("inf"))
+        return min((a.hot_until for a in self._hot.values() if a.hot_until > now), default=math.inf)
 
     def check_integrity(self, turns: Iterable[Turn]) -> None:
         """Raises IntegrityError when agents and their turns disagree."""
         counted = Counter(key_of(turn) for turn in turns)
         for key, agent in self._agents.items():
-            if agent.num_turns != counted[key]:
+            if agent.num_turns != counted[key] or not 0 <= agent.num_running <= agent.num_turns:
                 raise IntegrityError(f"an agent counts {agent.num_turns} turns and has {counted[key]}")
 
     def forget_kept(self) -> None:

@@ -85,15 +85,7 @@ class Leaving:
         """End all paths and keep nothing new: the step failed, or the engine begins again."""
         leavers, self._leavers = self._leavers, []
         for leaver in leavers:
-            self.discard(leaver.turn, leaver.path)
-
-    def discard(self, turn: Turn, path: Path) -> None:
-        """End a path and keep no more of it than is published."""
-        try:
-            self._cache.close(path, keep=False)
-        except Exception:  # the border of one path: tried once more, as it may still hold pages
-            log.exception("a path did not close", run=turn.run_id, attempt=turn.attempt)
-            self._end(path)
+            discard(self._cache, leaver.path)
 
     def poison(self, turn: Turn, path: Path) -> None:
         """End a path whose data is wrong, and what was built on it."""
@@ -119,8 +111,15 @@ class Leaving:
                 self._agents.keeps(turn, kept, now)
         except Exception:  # the border of one path: its turn has its end already, or goes on from less
             log.exception("a prefix was not kept", run=turn.run_id, attempt=turn.attempt)
-            self._end(path)
+            if path.is_open:
+                discard(self._cache, path)
 
-    def _end(self, path: Path) -> None:
+
+def discard(cache: Cache, path: Path) -> None:
+    """End a path and keep no more of it than is published."""
+    try:
+        cache.close(path, keep=False)
+    except Exception:  # the border of one path: tried once more, as it may still hold pages
+        log.exception("a path did not close at once", path=path.number)
         if path.is_open:
-            self._cache.close(path, keep=False)
+            cache.close(path, keep=False)

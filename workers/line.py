@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
+import structlog
+
 from kvcache.cache import Cache, Resident
 
 from .agents import Agents, answer_tokens
 from .pace import Pace
 from .sharing import InFlight
 from .turn import Turn
+
+log = structlog.get_logger(__name__)
 
 MAX_YIELDS = 2
 """Times that a prefill makes room for shorter ones."""
@@ -144,12 +148,11 @@ class Line:
 
     def _standing(self, waiter: Waiter, now: float) -> Standing:
         turn = waiter.turn
-        waited = now - turn.received_at
-        if waited >= self.rules.max_hold_seconds:
+        if now >= turn.received_at + self.rules.max_hold_seconds:
             return Standing.OVERDUE
         if not self._has_room(waiter, now):
             return Standing.HELD
-        if waited >= self.rules.max_pass_seconds:
+        if now >= turn.received_at + self.rules.max_pass_seconds:
             return Standing.OVERDUE
         return Standing.RESIDENT if self._is_resident(waiter) else Standing.READY
 
@@ -183,6 +186,10 @@ class Line:
         version = (self._num_changes, stats.num_evicted // 64, stats.num_states_evicted // 4)
         if waiter.resident is None or waiter.version != version:
             turn = waiter.turn
-            waiter.resident = self._cache.probe(turn.namespace, turn.prompt, max_match=len(turn.prompt))
             waiter.version = version
+            try:
+                waiter.resident = self._cache.probe(turn.namespace, turn.prompt, max_match=len(turn.prompt))
+            except Exception:  # only its place in the line depends on it
+                log.exception("a prompt was not looked up", run=turn.run_id, attempt=turn.attempt)
+                waiter.resident = Resident(0, 0)
         return waiter.resident

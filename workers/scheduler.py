@@ -33,7 +33,7 @@ from .pins import AgentKey
 from .plan import Segment, SegmentResult, StateRestore, StepPlan, StepResult
 from .sharing import InFlight
 from .starting import cuts_ahead, decode_segment, open_path
-from .turn import Acceptance, Turn, TurnEvent
+from .turn import Acceptance, Ending, Turn, TurnEvent
 from .turns import Turns
 
 log = structlog.get_logger(__name__)
@@ -345,21 +345,21 @@ class Scheduler:
         if fault is not None:
             self._fail_row(turn, fault, outcome, now)
             return
-        acceptance = None
-        num_rows = len(segment.token_ids)
-        if segment.row is not None:
-            acceptance = turn.accept(outcome.token_ids, outcome.logprobs, now)
-            if segment.num_proposed:
-                num_rows = acceptance.num_rows
+        # Only drafted rows need to know of an end before they are the path's.
+        acceptance = self._accept(turn, outcome, now) if segment.num_proposed else None
+        num_rows = len(segment.token_ids) if acceptance is None else acceptance.num_rows
         self._cache.commit(turn.path, segment.token_ids[:num_rows])
         if segment.save is not None:
             self._keep_state(turn, turn.path)
         if self._turns.is_prefilling(turn):
             self._commit_chunk(turn, segment)
-        if acceptance is not None:
+        if segment.row is None:
+            return
+        acceptance = acceptance or self._accept(turn, outcome, now)
+        if acceptance.ending is not None:
             # A state that has seen more rows than the turn has is nobody's.
             is_exact = not segment.num_proposed or num_rows == len(outcome.token_ids)
-            self._accept(turn, acceptance, Kind.GENERATED if is_exact else None, now)
+            self._finish(turn, acceptance.ending, Kind.GENERATED if is_exact else None, now)
 
     def _fail_row(self, turn: Turn, fault: str, outcome: SegmentResult, now: float) -> None:
         log.error("row fault", run=turn.run_id, fault=fault, are_rows_spoiled=outcome.are_rows_spoiled)
@@ -389,19 +389,22 @@ class Scheduler:
             self._turns.flight = None
             self._turns.changed()
 
-    def _accept(self, turn: Turn, acceptance: Acceptance, last: Kind | None, now: float) -> None:
+    def _accept(self, turn: Turn, outcome: SegmentResult, now: float) -> Acceptance:
+        num_before = len(turn.generated)
+        acceptance = turn.accept(outcome.token_ids, outcome.logprobs, now)
+        self.counters.generated_tokens += len(turn.generated) - num_before
         if acceptance.tokens is not None:
-            self.counters.generated_tokens += len(acceptance.tokens.token_ids) // 4
             self._turns.tell(turn, acceptance.tokens)
-        if acceptance.ending is not None:
-            ending = acceptance.ending
-            end = Finished(
-                reason=ending.reason,
-                usage=turn.usage(),
-                timings=turn.timings(now),
-                stop_text=ending.stop_text,
-            )
-            self._turns.end(turn, end, now, last=last)
+        return acceptance
+
+    def _finish(self, turn: Turn, ending: Ending, last: Kind | None, now: float) -> None:
+        end = Finished(
+            reason=ending.reason,
+            usage=turn.usage(),
+            timings=turn.timings(now),
+            stop_text=ending.stop_text,
+        )
+        self._turns.end(turn, end, now, last=last)
 
 
 def _is_of(turn: Turn, agents: set[AgentKey]) -> bool:

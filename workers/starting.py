@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvcache.cache import Cache, Opening
+from kvcache.cache import Cache, Opening, Path
 
 from .agents import agent_name
 from .cuts import MAX_CUTS, Cut, Stretch, due_cuts
+from .leaving import discard
 from .plan import Segment
 from .sharing import InFlight
 from .turn import Turn
@@ -20,18 +21,25 @@ def open_path(cache: Cache, turn: Turn) -> Opening | None:
     num_wanted = len(tokens) + min(turn.max_tokens - len(turn.generated), cache.page_tokens)
     most = len(tokens) if cache.has_states else len(tokens) - 1
     opening = cache.open(turn.namespace, tokens, max_match=most, agent=agent)
-    if cache.reserve(opening.path, num_wanted):
+    if _has_pages(cache, opening.path, num_wanted):
         return opening
-    cache.close(opening.path, keep=False)
     if opening.copy is None:
         return None
     # The copied page's source was locked too. Whole pages alone may just fit.
     num_whole = opening.path.num_cached - opening.copy.num_tokens
     opening = cache.open(turn.namespace, tokens, max_match=num_whole, agent=agent)
-    if cache.reserve(opening.path, num_wanted):
-        return opening
-    cache.close(opening.path, keep=False)
-    return None
+    return opening if _has_pages(cache, opening.path, num_wanted) else None
+
+
+def _has_pages(cache: Cache, path: Path, num_tokens: int) -> bool:
+    """Reserve them; a path that lacks them is closed."""
+    has_pages = False
+    try:
+        has_pages = cache.reserve(path, num_tokens)
+    finally:
+        if not has_pages:
+            discard(cache, path)
+    return has_pages
 
 
 def cuts_ahead(turn: Turn, flight: InFlight) -> tuple[Cut, ...]:

@@ -14,7 +14,7 @@ from kvcache.cache import Cache, Kind
 
 from .agents import Agents
 from .errors import IntegrityError
-from .leaving import Leaving
+from .leaving import Leaving, discard
 from .line import Line
 from .messages import Cancelled, Event, Failed, TurnEnd
 from .places import Places
@@ -31,6 +31,7 @@ class Turns:
     """Who waits, who runs where, whose prefill it is, and what is to be told."""
 
     def __init__(self, cache: Cache, agents: Agents, line: Line, num_workers: int) -> None:
+        self._cache = cache
         self.agents = agents
         self.line = line
         self.leaving = Leaving(cache, agents)
@@ -155,7 +156,7 @@ class Turns:
             if keep:
                 self.leaving.leave(turn, path, last, now, is_over=is_over)
             else:
-                self.leaving.discard(turn, path)
+                discard(self._cache, path)
 
     def changed(self) -> None:
         """Pages or prefixes came or went."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import codecs
 from array import array
 from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache.cache import Cache
 from tests.fakes import END_ID, FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
+from workers import cuts, leaving, line, misses, sharing
 from workers.engine import Engine
 from workers.messages import (
     Cancel,
+    CancelAgents,
     Cancelled,
     Event,
     Failed,
@@ -27,7 +32,75 @@ from workers.messages import (
 from workers.pace import PaceLimits
 
 PAGE_TOKENS = 4
+SMALL = (
+    (cuts, "MIN_SHARED_TOKENS", 4),
+    (cuts, "_MERGE_TOKENS", 3),
+    (sharing, "MIN_SHARED_TOKENS", 4),
+    (leaving, "MIN_BORDER_TOKENS", 2),
+    (line, "_RIVAL_TOKENS", 6),
+    (misses, "MIN_MISSED_TOKENS", 3),
+    (misses, "_NEAR_TOKENS", 2),
+)
+"""What is worth a checkpoint, a wait or a word in these small contexts."""
+HINTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "session": st.sampled_from(["", "s", "s"]),
+        "parent": st.sampled_from(["a", "b"]),
+        "expects": st.sampled_from(["", "search"]),
+        "is_final": st.booleans(),
+        "retain": st.sampled_from(["session", "ephemeral", "pin"]),
+        "fork_tokens": st.integers(0, 9),
+        "system_tokens": st.integers(0, 9),
+        "turn_tokens": st.integers(0, 20),
+        "explain": st.booleans(),
+    },
+)
 STOPS = ((), ("ab",), ("é", "cab"), ("abc", "b"))
+
+
+class Injected(Exception):
+    """What a test breaks a call with."""
+
+
+class FaultyCache(Cache):
+    """A cache whose next call of one kind raises before it changes anything."""
+
+    faulty: str | None = None  # the method
+
+    def _break(self, name: str) -> None:
+        if self.faulty == name:
+            self.faulty = None
+            raise Injected(name)
+
+
+def _breaking(name: str) -> Callable[..., Any]:
+    def method(self: FaultyCache, *args: Any, **settings: Any) -> Any:
+        self._break(name)
+        return getattr(Cache, name)(self, *args, **settings)
+
+    return method
+
+
+FAULTY_METHODS = (
+    "open",
+    "probe",
+    "reserve",
+    "commit",
+    "publish",
+    "close",
+    "poison",
+    "evict",
+    "kept",
+    "pin",
+    "unpin",
+    "retire",
+    "reserve_state",
+    "drop_state",
+    "keep_state",
+)
+for _name in FAULTY_METHODS:
+    setattr(FaultyCache, _name, _breaking(_name))
 
 
 class Engines(RuleBasedStateMachine):
@@ -38,15 +111,26 @@ class Engines(RuleBasedStateMachine):
         num_workers=st.integers(1, 4),
         max_rows=st.sampled_from([3, 8, 64]),
         keep_prefixes=st.sampled_from([True, True, True, False]),
+        num_states=st.sampled_from([None, 0, 1, 2, 4, 4, 16]),
     )
-    def start(self, num_pages: int, num_workers: int, max_rows: int, keep_prefixes: bool) -> None:
+    def start(
+        self, num_pages: int, num_workers: int, max_rows: int, keep_prefixes: bool, num_states: int | None
+    ) -> None:
+        self.patch = pytest.MonkeyPatch()
+        for module, name, value in SMALL:
+            self.patch.setattr(module, name, value)
         self.context_length = min(num_pages * PAGE_TOKENS, 48)
         self.model = FakeModel(b"ab\xc3\xa9c", end_every=30)
         clock = FakeClock()
-        self.runner = FakeRunner(num_pages, clock, page_tokens=PAGE_TOKENS, model=self.model)
+        self.runner = FakeRunner(
+            num_pages, clock, page_tokens=PAGE_TOKENS, model=self.model, num_states=num_states
+        )
+        self.cache = FaultyCache(
+            num_pages, page_tokens=PAGE_TOKENS, keep_prefixes=keep_prefixes, num_states=num_states
+        )
         self.engine = Engine(
             self.runner,
-            Cache(num_pages, page_tokens=PAGE_TOKENS, keep_prefixes=keep_prefixes),
+            self.cache,
             fake_rules(context_length=self.context_length),
             num_workers=num_workers,
             limits=PaceLimits(min_rows=2, min_idle_rows=3, max_rows=max_rows),
@@ -66,6 +150,8 @@ class Engines(RuleBasedStateMachine):
         stop=st.sampled_from(STOPS),
         ignore_eos=st.booleans(),
         tenant=st.sampled_from(["", "", "other"]),
+        agent=st.sampled_from(["", "a", "a", "b", "c", "d"]),
+        hints=HINTS,
     )
     def submit(
         self,
@@ -77,6 +163,8 @@ class Engines(RuleBasedStateMachine):
         stop: tuple[str, ...],
         ignore_eos: bool,
         tenant: str,
+        agent: str,
+        hints: dict[str, Any],
     ) -> None:
         run_id = f"run{len(self.submits)}"
         history = self.answers[answer % len(self.answers)]
@@ -89,9 +177,25 @@ class Engines(RuleBasedStateMachine):
             stop=stop,
             ignore_eos=ignore_eos,
             tenant=tenant,
-            agent=f"agent{len(tail) % 3}",
+            agent=agent,
+            **hints,
         )
         self.engine.submit(self.submits[run_id])
+
+    @rule(session=st.sampled_from(["", "s"]), agent=st.sampled_from(["", "a", "b", "c"]))
+    def cancel_agents(self, session: str, agent: str) -> None:
+        self.engine.cancel_agents(CancelAgents(session=session, agent=agent))
+
+    @rule(method=st.sampled_from(FAULTY_METHODS), num_steps=st.integers(1, 3))
+    def steps_with_a_cache_that_breaks(self, method: str, num_steps: int) -> None:
+        self.cache.faulty = method
+        for _ in range(num_steps):
+            self._step()
+        self.cache.faulty = None
+
+    @rule(seconds=st.sampled_from([1.0, 70.0, 400.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
 
     @precondition(lambda self: self.submits)
     @rule(index=st.integers(0, 100))
@@ -125,6 +229,12 @@ class Engines(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        try:
+            self._come_to_an_end()
+        finally:
+            self.patch.undo()
+
+    def _come_to_an_end(self) -> None:
         for _ in range(5000):
             if not self.engine.has_work:
                 break
@@ -165,7 +275,7 @@ class Engines(RuleBasedStateMachine):
         else:
             assert expected[: len(sent)] == sent
             if isinstance(end, Failed):
-                assert end.error in ("row_fault", "step_failed")
+                assert end.error in ("row_fault", "step_failed", "planning_failed", "cancel_failed")
                 assert expected_text.startswith(text), (expected_text, text)
 
     def _naive(self, submit: Submit) -> tuple[list[int], str, str]:
