@@ -19,6 +19,11 @@ from workers.plan import RowSampling, Segment, StepPlan, StepResult
 from workers.runner import ModelRunner
 from workers.settings import EngineSettings
 
+EXACT = 1e-4
+"""Largest difference from mlx-lm's logits, as a part of the largest logit, with native KV in fp32."""
+EIGHT_BITS = {"qwen3_moe": 0.04, "qwen3_next": 0.005, "qwen3_5": 0.005, "qwen3_5_moe": 0.005}
+"""The same for 8-bit KV. Of qwen3_moe every layer is attention, and a moved row may take another expert."""
+
 GREEDY = RowSampling(Sampling(temperature=0), 0, 0, array("I", [1]), array("I"))
 
 
@@ -31,6 +36,20 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
 
 
+class LogitRecorder:
+    """Keeps what the head of a runner's model gave last, a row for each that was sampled after."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.logits: list[mx.array] = []
+        self._head = runner._network.head
+        runner._network = dataclasses.replace(runner._network, head=self._recorded)
+
+    def _recorded(self, hidden: mx.array) -> mx.array:
+        logits = self._head(hidden)
+        self.logits = list(logits)
+        return logits
+
+
 class HandDriven:
     """A real runner. Pages are handed out in order and never taken back."""
 
@@ -38,18 +57,13 @@ class HandDriven:
         kvcache = KVCacheSettings(bits=bits, pool_tokens=16_384, states=num_states)
         self.loaded = load(EngineSettings(model=str(folder), weights="fp32", kvcache=kvcache))
         self.runner: ModelRunner = self.loaded.runner
-        self.logits: list[mx.array] = []  # of the last step's segments that were sampled after, in order
+        self._recorder = LogitRecorder(self.runner)
         self._next_page = 0
-        network = self.runner._network
-        self.runner._network = dataclasses.replace(network, head=self._recorded(network.head))
 
-    def _recorded(self, head: Any) -> Any:
-        def recording(hidden: mx.array) -> Any:
-            logits = head(hidden)
-            self.logits = list(logits)
-            return logits
-
-        return recording
+    @property
+    def logits(self) -> list[mx.array]:
+        """Of the last step's segments that were sampled after, in order."""
+        return self._recorder.logits
 
     def stream(self, worker: int, *, num_tokens: int = 448, behind: Sequence[int] = ()) -> Stream:
         """A path with room for so many tokens; the pages `behind` come first."""
@@ -74,6 +88,10 @@ class HandDriven:
         return self.logits[0]
 
 
+def bound_of(family: str, bits: str) -> float:
+    return EXACT if bits == "native" else EIGHT_BITS[family]
+
+
 def rows_of(stream: Stream, tokens: Sequence[int], **fields: Any) -> Segment:
     """The segment that runs these tokens next, sampled after its last row; they count as run from here on."""
     start = len(stream.tokens)
@@ -93,10 +111,22 @@ class Dense:
         self._model = model
         self._known: dict[tuple[int, ...], mx.array] = {}
 
+    def along(self, tokens: Sequence[int]) -> mx.array:
+        """The logits behind each of these tokens, [tokens, vocabulary]."""
+        if tuple(tokens) not in self._known:
+            self.read([tokens])
+        return self._known[tuple(tokens)]
+
+    def read(self, texts: Sequence[Sequence[int]]) -> None:
+        """Several texts in one pass, filled up at their ends: what comes later changes nothing before it."""
+        new = [tuple(text) for text in texts if tuple(text) not in self._known]
+        if not new:
+            return
+        longest = max(map(len, new))
+        logits = self._model(mx.array([[*text] + [0] * (longest - len(text)) for text in new]))
+        mx.eval(logits)
+        self._known |= {text: rows[: len(text)] for text, rows in zip(new, logits, strict=True)}
+
     def after(self, tokens: Sequence[int]) -> mx.array:
         """The logits behind the last of these tokens."""
-        key = tuple(tokens)
-        if key not in self._known:
-            self._known[key] = self._model(mx.array([list(tokens)]))[0, -1]
-            mx.eval(self._known[key])
-        return self._known[key]
+        return self.along(tokens)[-1]

@@ -13,12 +13,8 @@ import pytest
 from kvcache.cache import PageCopy
 from tests.models import Reference, make_model
 from tests.tiny_models import MIXED_FAMILIES
-from tests.workers.hybrid_steps import GREEDY, Dense, HandDriven, Stream, difference, rows_of
+from tests.workers.hybrid_steps import EXACT, GREEDY, Dense, HandDriven, Stream, bound_of, difference, rows_of
 from workers.plan import Segment, StateRestore, StateSave
-
-EXACT = 1e-4
-EIGHT_BITS = 0.02
-"""Of 8-bit KV against fp32: what quantisation may move a logit by, as a part of the largest one."""
 
 HYBRIDS = ("qwen3_next", "qwen3_5")
 
@@ -42,14 +38,14 @@ def dense_of(folders: Callable[[str], Path]) -> Callable[[str], Dense]:
 
 
 @pytest.mark.parametrize("family", MIXED_FAMILIES)
-@pytest.mark.parametrize(("bits", "bound"), [("native", EXACT), ("8", EIGHT_BITS)])
+@pytest.mark.parametrize("bits", ["native", "8"])
 def test_prefill_and_decode_give_mlx_lms_logits(
     folders: Callable[[str], Path],
     dense_of: Callable[[str], Dense],
     family: str,
     bits: str,
-    bound: float,
 ) -> None:
+    bound = bound_of(family, bits)
     driven, dense = HandDriven(folders(family), bits=bits), dense_of(family)  # type: ignore[arg-type]
     stream, prompt = driven.stream(0), prompt_of(100)
     assert difference(driven.feed(stream, prompt), dense.after(prompt)) < bound
@@ -144,7 +140,7 @@ def test_rows_behind_a_checkpoint_run_again_without_a_write_to_sealed_pages(
 ) -> None:
     """With a neighbour that reads the same pages at once: rows must not see what comes after them."""
     driven = HandDriven(folders("qwen3_next"), bits=bits)  # type: ignore[arg-type]
-    bound = EXACT if bits == "native" else EIGHT_BITS
+    bound = bound_of("qwen3_next", bits)
     dense, prompt = dense_of("qwen3_next"), prompt_of(400)
     whole = driven.stream(0)
     driven.feed(whole, prompt[:70], save=1)
