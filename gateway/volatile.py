@@ -93,7 +93,8 @@ def _apply(rule: Rule, text: str, counts: Counter[str]) -> str:
         if found is None:
             return text
         fixed = _fixed(rule, found[0]) + text[found.end() :]
-        counts[rule.kind] += fixed != text
+        if fixed != text:
+            counts[rule.kind] += 1
         return fixed
     fixed, count = rule.form.subn(lambda found: _fixed(rule, found[0]), text)
     if count:

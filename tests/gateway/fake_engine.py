@@ -51,6 +51,7 @@ class Turn:
 
     submit: Submit
     sequence: int = 1
+    has_begun: bool = False  # its script runs, so that what the test writes comes after
     is_cancelled: bool = False
     is_refused: bool = False
     has_ended: bool = False
@@ -186,7 +187,7 @@ class FakeEngine:
 
     async def turn(self, number: int) -> Turn:
         """Waits for the Submit of that number, from 0."""
-        await until(lambda: len(self.turns) > number)
+        await until(lambda: len(self.turns) > number and self.turns[number].has_begun)
         return self.turns[number]
 
     async def cancel_of(self, turn: Turn) -> None:
@@ -228,6 +229,7 @@ class FakeEngine:
                         self.agent_cancels.append(message)
 
     async def _run(self, turn: Turn) -> None:
+        turn.has_begun = True
         await self.script(self, turn)
 
     async def _receive(self, cancel: Cancel) -> None:

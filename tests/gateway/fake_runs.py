@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from gateway.runs import Order, RunEvent, Runs
 from workers.messages import (
     RUN_END_ID,
     Accepted,
+    CancelAgents,
     Cancelled,
     Dispatched,
     EngineInfo,
@@ -75,6 +76,7 @@ class FakeRuns(Runs):
         self.script = script
         self.runs: dict[str, FakeRun] = {}
         self.cancelled: list[str] = []
+        self.cancelled_agents: list[tuple[CancelAgents, Container[str]]] = []
         self.refuse: Exception | None = None
         self.start_seconds = 0.0
         self.is_full = False
@@ -144,6 +146,13 @@ class FakeRuns(Runs):
             run.is_cancelled = True
             run.add(Cancelled(usage=Usage(), timings=Timings()))
             run.add(RunEnded(state="cancelled"), RUN_END_ID)
+
+    async def cancel_agents(self, root: CancelAgents, agents: Container[str]) -> int:
+        self.cancelled_agents.append((root, agents))
+        told = [run_id for run_id, run in self.runs.items() if not run.is_over]
+        for run_id in told:
+            await self.cancel(run_id)
+        return len(told)
 
     async def close(self) -> None:
         for player in self._players:

@@ -90,10 +90,22 @@ def test_memory_knows_what_an_incarnation_has_seen() -> None:
     assert memory.covered_tokens("e1", 1, ids(1, 2, 9)) == 0
 
 
+def test_an_agent_goes_where_it_was_else_where_its_parent_or_its_session_was() -> None:
+    memory = Memory()
+    memory.place(("root", "session"), "e1")
+    memory.place(("child", "session"), "e2")
+    memory.place(("", ""), "e3")
+    assert memory.last_engine(("child", "root", "session")) == "e2"
+    assert memory.last_engine(("new", "root", "session")) == "e1"
+    assert memory.last_engine(("new", "", "session")) == "e2"
+    assert memory.last_engine(("new", "", "")) is None
+
+
 def test_memory_stays_bounded() -> None:
     memory = Memory(num_bytes=4000, num_prompts=8)
     for number in range(1000):
         memory.note(f"agent-{number}", "e1", 1, ids(*range(200)), cold=False)
+        memory.place((f"agent-{number}", "session"), "e1")
     _, prompts = memory._prompts["e1"]
     assert sum(map(len, prompts.values())) <= 4000
     assert len(memory._last_engine) <= 512

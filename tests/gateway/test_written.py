@@ -1,0 +1,156 @@
+"""What an agent's turn generated comes back as its own ids: the turn after a tool call misses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.prompts import Conversation, EncodedPrompt, Prompts
+from gateway.tokenizer import unpack_token_ids
+from gateway.written import WrittenCalls
+
+from .samples import CHATML, QWEN, TOOLS, bundle_of, byte_level_tokenizer
+
+USER = {"role": "user", "content": "Read /tmp/a.txt"}
+RESULT = {"role": "tool", "content": "text", "tool_call_id": "c1"}
+WRITTEN = (
+    'Let me look.\n<tool_call>\n{"name": "read_file", "arguments": {"b": [1, 2.5], "a": "ü x"}}\n</tool_call>'
+)
+SCOPE = b"agent"
+
+
+@pytest.fixture
+def qwen() -> Prompts:
+    return Prompts(bundle_of(byte_level_tokenizer(), QWEN))
+
+
+def encode(prompts: Prompts, messages: list[dict[str, Any]], scope: bytes = SCOPE) -> EncodedPrompt:
+    conversation = Conversation(messages, TOOLS)
+    return asyncio.run(prompts.encode(conversation, max_tokens=1 << 20, scope=scope))
+
+
+def clumsy(prompts: Prompts, text: str) -> list[int]:
+    """Ids that read `text` as sampling may pick them: another split than encoding would choose."""
+    pieces = (
+        text.replace("<tool_call>", "\0<tool_call>\0").replace("</tool_call>", "\0</tool_call>\0").split("\0")
+    )
+    token_ids: list[int] = []
+    for piece in pieces:
+        letters = [piece] if piece.startswith(("<tool", "</tool")) else list(piece)
+        for letter in letters:
+            token_ids += unpack_token_ids(asyncio.run(prompts.tokenizer.encode_raw(letter, max_tokens=99)))
+    return token_ids
+
+
+def generated(prompts: Prompts, prompt: EncodedPrompt, text: str, scope: bytes = SCOPE) -> list[int]:
+    """The model answers the prompt; what its cache holds afterwards."""
+    token_ids = clumsy(prompts, text)
+    end = prompts.tokenizer.control.hard["<|im_end|>"]
+    prompts.learn(prompt.place, [*token_ids, end], text, scope=scope)
+    return [*unpack_token_ids(prompt.token_ids), *token_ids, end]
+
+
+def called(
+    arguments: dict[str, Any] | str, content: str | None = "Let me look.", **more: Any
+) -> dict[str, Any]:
+    call = {"id": "c1", "type": "function", "function": {"name": "read_file", "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call], **more}
+
+
+def extends(prompt: EncodedPrompt, kept: Sequence[int]) -> bool:
+    return list(unpack_token_ids(prompt.token_ids))[: len(kept)] == list(kept)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": WRITTEN},
+        called({"b": [1, 2.5], "a": "ü x"}),
+        called({"a": "ü x", "b": [1, 2.5]}),
+        called({"a": "ü x", "b": [1, 2.5]}, content="Let me look.\n"),
+    ],
+    ids=["as text", "as calls", "keys in another order", "blank end"],
+)
+def test_the_turn_after_a_tool_call_misses_nothing(qwen: Prompts, message: dict[str, Any]) -> None:
+    kept = generated(qwen, encode(qwen, [USER]), WRITTEN)
+    following = encode(qwen, [USER, message, RESULT])
+    assert extends(following, kept)
+    text = qwen.tokenizer.decode(list(unpack_token_ids(following.token_ids)))
+    assert WRITTEN + "<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        called({"a": "ü x", "b": [1, 2]}),
+        called({"a": "ü x", "b": [1, 2.5], "c": None}),
+        called({"a": "ü x", "b": [1, 2.5]}, content="I looked."),
+        called({"a": "ü x", "b": [1, 2.5]}, content=None),
+        called({"a": "ü x", "b": [1, 2.5]}, reasoning_content="hm"),
+        called("not an object"),
+    ],
+    ids=["value", "further key", "words", "no words", "reasoning", "text"],
+)
+def test_calls_that_say_something_else_are_encoded_as_they_say(
+    qwen: Prompts, message: dict[str, Any]
+) -> None:
+    usual = encode(qwen, [USER, message, RESULT]).token_ids
+    generated(qwen, encode(qwen, [USER]), WRITTEN)
+    assert encode(qwen, [USER, message, RESULT]).token_ids == usual
+
+
+def test_another_agents_calls_are_encoded_as_they_say(qwen: Prompts) -> None:
+    message = called({"a": "ü x", "b": [1, 2.5]})
+    usual = encode(qwen, [USER, message], b"other").token_ids
+    generated(qwen, encode(qwen, [USER]), WRITTEN)
+    assert encode(qwen, [USER, message], b"other").token_ids == usual
+
+
+def test_a_template_that_drops_what_was_written_gets_the_callers_message() -> None:
+    template = CHATML.replace("message['content']", "message['content'] | replace('look', 'see')")
+    prompts = Prompts(bundle_of(byte_level_tokenizer(), template))
+    message = called({"a": "ü x", "b": [1, 2.5]})
+    usual = encode(prompts, [USER, message]).token_ids
+    generated(prompts, encode(prompts, [USER]), WRITTEN)
+    assert encode(prompts, [USER, message]).token_ids == usual
+
+
+def test_each_of_several_equal_answers_comes_back_with_its_own_ids(qwen: Prompts) -> None:
+    """A later "OK" in other tokens must not rewrite an earlier one: the whole cache would be missed."""
+    messages, kept = [USER], list[int]()
+    end = qwen.tokenizer.control.hard["<|im_end|>"]
+    usual = list(unpack_token_ids(asyncio.run(qwen.tokenizer.encode_raw("again fox", max_tokens=99))))
+    for answer in (clumsy(qwen, "again fox"), usual, clumsy(qwen, "again fox")):
+        prompt = encode(qwen, messages)
+        assert extends(prompt, kept)
+        qwen.learn(prompt.place, [*answer, end], "again fox", scope=SCOPE)
+        kept = [*unpack_token_ids(prompt.token_ids), *answer, end]
+        messages = [*messages, {"role": "assistant", "content": "again fox"}, USER]
+    assert usual != clumsy(qwen, "again fox")
+    assert extends(encode(qwen, messages), kept)
+
+
+def test_five_rounds_of_calls_miss_nothing(qwen: Prompts) -> None:
+    messages, kept = [USER], list[int]()
+    for number in range(5):
+        prompt = encode(qwen, messages)
+        assert extends(prompt, kept)
+        arguments = {"z": number, "a": "x"}
+        call = json.dumps({"name": "read_file", "arguments": arguments})
+        kept = generated(qwen, prompt, f"<tool_call>\n{call}\n</tool_call>")
+        messages = [*messages, called(dict(sorted(arguments.items())), content=None), RESULT]
+
+
+def test_memory_of_calls_is_bounded() -> None:
+    written = WrittenCalls(max_answers=10)
+    for number in range(100):
+        text = WRITTEN.replace("2.5", str(number))
+        written.learn("p", text, scope=SCOPE)
+    written.learn("p", "no call", scope=SCOPE)
+    written.learn("p", WRITTEN + " and words", scope=SCOPE)
+    written.learn("p", "<tool_call>{broken}</tool_call>", scope=SCOPE)
+    assert len(written._answers) == 10
