@@ -144,7 +144,8 @@ class PromptTokenizer:
         encoded: list[bytes | None] = []
         missing: dict[bytes, Span] = {}
         for span, key, link in zip(spans, keys, links, strict=True):
-            known = self._known(span, key, link, scope)
+            # A control token's digest is its id.
+            known = key if span.control_id is not None else self._known(key, link, scope)
             if known is None:
                 missing[key] = span
             encoded.append(known)
@@ -158,12 +159,8 @@ class PromptTokenizer:
         parts = [fresh[key] if ids is None else ids for ids, key in zip(encoded, keys, strict=True)]
         return EncodedSpans(parts, keys, _place(spans, links))
 
-    def _known(self, span: Span, key: bytes, link: bytes, scope: bytes) -> bytes | None:
-        """A span's ids without encoding: as the answer at this very place, as any answer of the scope, or
-        as text.
-        """
-        if span.control_id is not None:
-            return pack_token_ids([span.control_id])
+    def _known(self, key: bytes, link: bytes, scope: bytes) -> bytes | None:
+        """Ids without encoding: as the answer at this very place, as any answer of the scope, or as text."""
         return self._cache.get(link + scope) or self._cache.get(key + scope) or self._cache.get(key)
 
     async def encode_raw(self, text: str, *, max_tokens: int) -> bytes:
@@ -345,6 +342,7 @@ def _keys(spans: Sequence[Span]) -> tuple[list[bytes], list[bytes]]:
 
 
 def _key(span: Span) -> bytes:
+    """4 bytes for a control token, 16 for text."""
     if span.control_id is not None:
         return pack_token_ids([span.control_id])
     kind = b"literal" if span.is_literal else b"text"

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+
+from workers.messages import StateFacts
+
 from .fake_runs import engine_view
 from .http_gateway import HELLO, Gateway
 from .samples import chatml_bundle
@@ -16,11 +22,15 @@ async def test_models_are_listed(gateway: Gateway) -> None:
 
 async def test_health_tells_settings_in_force_and_measured_facts(gateway: Gateway) -> None:
     gateway.bus["up"] = False
-    gateway.directory.views = [engine_view(chatml_bundle(), ready=False, reason="step is stuck")]
+    view = engine_view(chatml_bundle(), ready=False, reason="step is stuck", num_checkpoints=5)
+    states = StateFacts(dtype="float32", bytes_per_state=100, num_states=32, total_bytes=3600)
+    gateway.directory.views = [replace(view, info=msgspec.structs.replace(view.info, states=states))]
     status, body = await gateway.get("/health")
     assert status == 200
     assert body["gateway"]["settings"]["keepalive_seconds"] == 5.0
     assert body["engines"][0]["kv"]["bytes_per_token"] == 12240.0
+    assert body["engines"][0]["states"]["num_states"] == 32
+    assert body["engines"][0]["stats"]["num_checkpoints"] == 5
     assert body["bus"] == "lost"
 
 
