@@ -142,6 +142,10 @@ class FakeState:
 ZERO_STATE = FakeState(0, 0)
 
 
+class BrokenPlan(BaseException):
+    """A plan that no model could run. The engine, which survives a failed step, does not survive this."""
+
+
 class FakeRunner:
     """Evaluates plans over simulated page memory; time passes on the clock by rows.
 
@@ -187,10 +191,13 @@ class FakeRunner:
             self.plans.append(plan)
         seconds = self._seconds(plan)
         self._clock.advance(seconds)
-        self._prepare(plan)
-        self._check(plan)
-        for segment in plan.segments:
-            self._write(segment)
+        try:
+            self._prepare(plan)
+            self._check(plan)
+            for segment in plan.segments:
+                self._write(segment)
+        except AssertionError as error:
+            raise BrokenPlan(str(error)) from error
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             for segment in plan.segments:
@@ -285,7 +292,7 @@ class FakeRunner:
                 self._spoil(segment)
             return SegmentResult((), fault=fault, are_rows_spoiled=self.are_rows_spoiled)
         tokens = self._accepted(segment) if segment.row is not None else ()
-        self._keep_state(segment, segment.end - max(segment.num_proposed + 1 - len(tokens), 0))
+        self._keep_state(segment, segment.end - segment.num_proposed + max(len(tokens) - 1, 0))
         if segment.row is None or segment.row.sampling.top_logprobs is None:
             return SegmentResult(tokens)
         return SegmentResult(tokens, tuple(Candidates((token, -0.5), ((token, -0.5),)) for token in tokens))

@@ -39,6 +39,7 @@ PURE = [
     "workers/turns.py",
     "workers/agents.py",
     "workers/cuts.py",
+    "workers/drafting.py",
     "workers/gaps.py",
     "workers/leaving.py",
     "workers/line.py",

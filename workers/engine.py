@@ -10,12 +10,13 @@ import structlog
 from kvcache.cache import Cache
 
 from .counters import EngineCounts
+from .drafting import Drafter
 from .errors import SettingsError, TurnRefused
 from .line import LineRules
 from .messages import Cancel, CancelAgents, Failed, Submit
 from .pace import Pace, PaceLimits
 from .plan import Runner, StepPlan, StepResult
-from .scheduler import Drafter, Scheduler
+from .scheduler import Scheduler
 from .turn import TurnEvent, TurnRules, open_turn
 
 log = structlog.get_logger(__name__)

@@ -6,9 +6,6 @@ it finds what the prefill before it published. Each ends in exactly one of Finis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import structlog
 
 from kvcache.cache import Cache, Kind, Opening, Path
@@ -16,6 +13,7 @@ from kvcache.cache import Cache, Kind, Opening, Path
 from .agents import Agents, agent_name, key_of
 from .counters import Counters, EngineCounts
 from .cuts import Grid, chunk_end
+from .drafting import Drafter, NoDrafts
 from .errors import IntegrityError
 from .line import Line, LineRules
 from .messages import (
@@ -40,21 +38,6 @@ log = structlog.get_logger(__name__)
 
 FOR_GOOD = frozenset({"row_fault", "out_of_pages"})
 """Kinds of failure that follow from the turn itself: sending it again repeats the work and the failure."""
-
-
-class Drafter(Protocol):
-    """Whoever guesses what comes next; what was guessed wrong costs time and nothing else."""
-
-    def propose(self, turn: Turn) -> Sequence[int]:
-        """Tokens that may follow the turn's last one; usually none."""
-        ...
-
-
-class NoDrafts:
-    """Proposes nothing."""
-
-    def propose(self, turn: Turn) -> Sequence[int]:
-        return ()
 
 
 class Scheduler:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvcache.cache import Cache
-from tests.fakes import FakeClock, FakeModel, FakeRunner, fake_rules
+from tests.fakes import FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
+from workers.drafting import Drafter
 from workers.engine import Engine
+from workers.line import LineRules
 from workers.messages import (
     Cancelled,
     Event,
     Failed,
     Finished,
+    Started,
+    Submit,
     Tokens,
 )
 from workers.pace import PaceLimits
@@ -28,13 +34,23 @@ class Bench:
     num_pages: int = 64
     context_length: int = 256
     num_workers: int = 4
+    num_states: int | None = None
+    page_tokens: int = PAGE_TOKENS
+    line: LineRules | None = None
+    drafter: Drafter | None = None
     model: FakeModel = field(default_factory=lambda: FakeModel(end_every=0))
     limits: PaceLimits = field(default_factory=lambda: PaceLimits(min_rows=16, min_idle_rows=32, max_rows=32))
 
     def __post_init__(self) -> None:
         self.clock = FakeClock()
-        self.cache = Cache(self.num_pages, page_tokens=PAGE_TOKENS)
-        self.runner = FakeRunner(self.num_pages, self.clock, page_tokens=PAGE_TOKENS, model=self.model)
+        self.cache = Cache(self.num_pages, page_tokens=self.page_tokens, num_states=self.num_states)
+        self.runner = FakeRunner(
+            self.num_pages,
+            self.clock,
+            page_tokens=self.page_tokens,
+            model=self.model,
+            num_states=self.num_states,
+        )
         self.rules = fake_rules(context_length=self.context_length)
         self.engine = Engine(
             self.runner,
@@ -42,6 +58,8 @@ class Bench:
             self.rules,
             num_workers=self.num_workers,
             limits=self.limits,
+            line=self.line,
+            drafter=self.drafter,
             clock=self.clock,
         )
         self.events: dict[str, list[Event]] = defaultdict(list)
@@ -58,6 +76,16 @@ class Bench:
                 return
             self.step()
         assert num_steps < 10_000, "the engine does not come to an end"
+
+    def ask(self, run_id: str, prompt: Sequence[int], **settings: Any) -> Submit:
+        """Submit a turn and run until nothing is left."""
+        submit = fake_submit(run_id, prompt, **settings)
+        self.engine.submit(submit)
+        self.run()
+        return submit
+
+    def started(self, run_id: str) -> Started:
+        return next(event for event in self.events[run_id] if isinstance(event, Started))
 
     def token_ids(self, run_id: str) -> list[int]:
         data = b"".join(event.token_ids for event in self.events[run_id] if isinstance(event, Tokens))
