@@ -17,7 +17,7 @@ import structlog
 from kvcache.cache import Cache, Kept
 
 from .errors import IntegrityError
-from .gaps import Gaps
+from .gaps import LONGEST_SECONDS, Gaps
 from .misses import Histories, History, Restart
 from .pins import AgentKey, Pin, PinReason, Pins
 from .turn import Turn
@@ -54,7 +54,8 @@ class Agent:
     num_shared: int = 0  # of these, what others had before it came
     waits_for: str = ""
     left_at: float | None = None
-    hot_until: float = 0.0  # expected back by then; infinity: it came back in time, and waits
+    hot_until: float = 0.0  # the pool has room for it until then; infinity: it came back in time, and waits
+    seniority: int = 0  # order in which hot agents were let into the pool; 0: it was not, or has to be again
     is_dead: bool = False
     kept: Kept | None = None
 
@@ -95,6 +96,7 @@ class Agents:
         self._agents: dict[AgentKey, Agent] = {}
         self._hot: dict[AgentKey, Agent] = {}  # all that are hot, and some that no longer are
         self._gaps = Gaps()
+        self._num_let_in = 0
         self.pins = Pins(cache)
         self.histories = Histories()
 
@@ -119,6 +121,8 @@ class Agents:
             self._gaps.observe(agent.waits_for, now - agent.left_at)
         if agent.is_hot(now):
             agent.hot_until = math.inf
+        else:
+            agent.seniority = 0
         agent.num_turns += 1
         agent.is_dead = False
         self._hot[key] = agent
@@ -136,6 +140,9 @@ class Agents:
         if kept is not None and restart is not None and restart.is_compaction and agent.num_turns == 1:
             agent.kept = None
             self._retire(kept)
+        if not agent.seniority:
+            self._num_let_in += 1
+            agent.seniority = self._num_let_in
         if not agent.num_tokens:
             agent.num_shared = num_matched
         agent.num_shared = min(agent.num_shared, num_matched)
@@ -152,7 +159,7 @@ class Agents:
         agent.left_at = now
         agent.waits_for = turn.hints.expects
         agent.is_dead = turn.hints.is_last and not agent.num_turns
-        agent.hot_until = now + self._gaps.stay(agent.waits_for)
+        agent.hot_until = now + LONGEST_SECONDS
         tokens = turn.tokens(0, turn.num_tokens) if turn.started_at is not None else array("I")
         if tokens:
             agent.num_tokens = len(tokens)
@@ -174,7 +181,7 @@ class Agents:
             self._retire(kept)
             return
         if agent.waits_for:
-            until, back_at = agent.hot_until, now + self._gaps.median(agent.waits_for)
+            until, back_at = now + self._gaps.stay(agent.waits_for), now + self._gaps.median(agent.waits_for)
             self.pins.put(PinReason.TOOL, agent.key, Pin(kept, until, back_at))
         if agent.num_children:
             self._pin_for_join(agent, now)
@@ -204,12 +211,19 @@ class Agents:
             if kept is not None:
                 self._retire(kept)
 
-    def hot_tokens(self, now: float) -> int:
-        """What the agents at work and those expected back need of the pool."""
-        for key, agent in list(self._hot.items()):
-            if not agent.is_hot(now):
-                del self._hot[key]
-        return sum(agent.working_tokens for agent in self._hot.values())
+    def hot_tokens(self, besides: Agent, now: float) -> int:
+        """What the others at work and those expected back need of the pool."""
+        return sum(agent.working_tokens for agent in self._others(besides, now))
+
+    def senior_tokens(self, junior: Agent, now: float) -> int:
+        """The same of those that were let in before it."""
+        others = self._others(junior, now)
+        return sum(agent.working_tokens for agent in others if agent.seniority < junior.seniority)
+
+    def cool(self, agent: Agent) -> None:
+        """The pool has no room for a waiting agent any more: it has to be let in again."""
+        agent.hot_until = 0.0
+        agent.seniority = 0
 
     def is_hot(self, turn: Turn, now: float) -> bool:
         """Whether the pool was made to hold the turn's agent already."""
@@ -219,6 +233,12 @@ class Agents:
     def next_cooling(self, now: float) -> float:
         """When the next agent is no longer expected; infinity: nobody is."""
         return min((a.hot_until for a in self._hot.values() if a.hot_until > now), default=math.inf)
+
+    def _others(self, besides: Agent, now: float) -> list[Agent]:
+        for key, agent in list(self._hot.items()):
+            if not agent.is_hot(now):
+                del self._hot[key]
+        return [agent for agent in self._hot.values() if agent is not besides]
 
     def check_integrity(self, turns: Iterable[Turn]) -> None:
         """Raises IntegrityError when agents and their turns disagree."""

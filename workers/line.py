@@ -38,7 +38,8 @@ class LineRules:
     order: Literal["agents", "arrival"] = "agents"
     max_hold_seconds: float = 600.0  # for room in the pool
     max_pass_seconds: float = 120.0  # while others pass
-    hot_share: float = 0.9  # of the pool, for the agents at work and those expected back
+    hot_share: float = 0.8  # of the pool: up to it agents are let in
+    full_share: float = 0.95  # of the pool: beyond it the agents that were let in last have to wait
     resident_share: float = 0.9  # of what an agent had: enough of it is there to go on at once
 
 
@@ -73,6 +74,7 @@ class Line:
         self._num_changes = 0
         pages = cache.stats().num_pages
         self._hot_tokens = int(self.rules.hot_share * pages * cache.page_tokens)
+        self._full_tokens = int(self.rules.full_share * pages * cache.page_tokens)
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._waiters)
@@ -157,16 +159,23 @@ class Line:
         return Standing.RESIDENT if self._is_resident(waiter) else Standing.READY
 
     def _has_room(self, waiter: Waiter, now: float) -> bool:
-        """Whether the pool can hold the turn's agent besides those that are at work or expected back."""
+        """Whether the pool can hold the turn's agent besides those that are at work or expected back.
+
+        One that was let in keeps its room until the pool is full; then the senior ones stay, and it waits
+        until there is as much room as a new one needs. Without that distance all would lose what they have.
+        """
         turn = waiter.turn
         agent = self._agents.of(turn)
-        if agent is None or self._agents.is_hot(turn, now):
-            return True
-        hot = self._agents.hot_tokens(now) - agent.working_tokens
-        if hot <= 0:
+        if agent is None or agent.num_running:
             return True
         num_shared = agent.num_shared if agent.num_tokens else self._look(waiter).num_matched
-        return hot + len(turn.prompt) + answer_tokens(turn) - num_shared <= self._hot_tokens
+        num_needed = len(turn.prompt) + answer_tokens(turn) - num_shared
+        if self._agents.is_hot(turn, now):
+            if self._agents.senior_tokens(agent, now) + num_needed <= self._full_tokens:
+                return True
+            self._agents.cool(agent)
+        others = self._agents.hot_tokens(agent, now)
+        return not others or others + num_needed <= self._hot_tokens
 
     def _is_resident(self, waiter: Waiter) -> bool:
         agent = self._agents.of(waiter.turn)
