@@ -15,7 +15,7 @@ from kvcache.pins import chain
 
 Tokens = tuple[int, ...]
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
-progresses = st.sampled_from(["opened", "stepped", "kept", "kept", "closed", "closed", "closed"])
+progresses = st.sampled_from(["opened", "stepped", "kept", "kept", "bare", "closed", "closed", "pinned"])
 namespaces = st.sampled_from([b"", b"", b"tenant"])
 agents = st.sampled_from(["ann", "bob", "cem"])
 kinds = st.sampled_from(list(Kind))
@@ -108,12 +108,14 @@ class HybridCacheMachine(RuleBasedStateMachine):
         """Takes a new turn some way at once, so that the tree fills faster than single rules fill it."""
         if progress == "opened":
             return
-        is_kept = progress != "stepped" and self.cache.reserve_state(turn.path) is not None
+        is_kept = progress not in ("stepped", "bare") and self.cache.reserve_state(turn.path) is not None
         is_done = self.advance(turn, turn.prompt[len(turn.tokens) :])
         if is_done and is_kept and progress == "kept":
             self.keep_state(turn, kind)
-        elif progress == "closed":
+        elif progress in ("bare", "closed", "pinned"):
             self.close_turn(turn, keep=True, kind=kind if is_done else None)
+            if progress == "pinned":
+                self.pin_one(self.ended[-1])
 
     def open(self, namespace: bytes, agent: str, prompt: Tokens, max_match: int) -> Turn:
         ids = array("I", prompt)
@@ -272,11 +274,14 @@ class HybridCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ended)
     @rule(pick=picks)
     def pin(self, pick: int) -> None:
-        ended = self.ended[pick % len(self.ended)]
+        self.pin_one(self.ended[pick % len(self.ended)])
+
+    def pin_one(self, ended: Ended) -> None:
         if not self.cache.pin(ended.kept):
             return
         pin = next(pin for kept, pin in self.cache._store.pins._pins.items() if kept is ended.kept)
-        position = pin.checkpoint.position if pin.checkpoint is not None else 0
+        is_kept = pin.checkpoint is not None and not pin.checkpoint.is_forgotten
+        position = pin.checkpoint.position if pin.checkpoint is not None and is_kept else 0
         num_pinned = min(ended.kept.position, pin.node.end)
         ended.promised = [num_pinned, position]
 
