@@ -125,7 +125,6 @@ class Agents:
             agent.seniority = 0
         agent.num_turns += 1
         agent.is_dead = False
-        self._hot[key] = agent
         if agent.num_turns == 1:
             self._child_came(agent, now)
         self._bound()
@@ -136,6 +135,8 @@ class Agents:
         if agent is None:
             return
         agent.num_running += 1
+        self._hot[agent.key] = agent
+        self._hot[agent.key] = agent
         kept = agent.kept
         if kept is not None and restart is not None and restart.is_compaction and agent.num_turns == 1:
             agent.kept = None
@@ -286,6 +287,7 @@ class Agents:
         if parent.kept is None or parent.num_turns or parent.is_dead:
             return
         parent.hot_until = max(parent.hot_until, now + JOIN_SECONDS)
+        self._hot[parent.key] = parent
         back_at = now + self._gaps.median("")
         self.pins.put(PinReason.JOIN, parent.key, Pin(parent.kept, now + JOIN_SECONDS, back_at))
 

@@ -14,6 +14,7 @@ from kvcache.cache import Cache, Kind, Path
 
 from .agents import Agents, agent_name, key_of
 from .plan import StateSave
+from .sharing import MIN_SHARED_TOKENS, common_length
 from .turn import Turn
 
 MIN_BORDER_TOKENS = 256
@@ -45,11 +46,8 @@ class Leaving:
         return len(self._leavers)
 
     def holds(self, turn: Turn) -> bool:
-        """Whether a path of the turn's agent, or its own, waits: what it left can be had a step later."""
-        return any(
-            leaver.turn is turn or (turn.agent and key_of(leaver.turn) == key_of(turn))
-            for leaver in self._leavers
-        )
+        """Whether the turn does better to begin a step later, when what a path leaves can be had."""
+        return any(_leads_to(leaver.turn, turn) for leaver in self._leavers)
 
     def saves(self) -> tuple[StateSave, ...]:
         """To be done at the start of the next step."""
@@ -113,6 +111,15 @@ class Leaving:
             log.exception("a prefix was not kept", run=turn.run_id, attempt=turn.attempt)
             if path.is_open:
                 discard(self._cache, path)
+
+
+def _leads_to(left: Turn, turn: Turn) -> bool:
+    """Whether the checkpoint that a turn leaves is likely to be worth waiting for."""
+    if left is turn or (turn.agent and key_of(left) == key_of(turn)):
+        return True
+    if left.namespace != turn.namespace:
+        return False
+    return common_length(left.prompt, turn.prompt) - left.kept_tokens >= MIN_SHARED_TOKENS
 
 
 def discard(cache: Cache, path: Path) -> None:
