@@ -186,7 +186,8 @@ class Cache:
     def poison(self, path: Path) -> None:
         """A fault was seen in this path's data: ends it and takes what it published out of the tree.
 
-        What others built on that goes too: now, or when the last path that uses it ends.
+        What others built on that goes too: now, or when the last path that uses it ends. So does a checkpoint
+        that it went on from in this very step: its state may be what was wrong.
         """
         self._check_open(path)
         tainted = {path.number, *path.heirs}
@@ -194,7 +195,8 @@ class Cache:
             if node.writer is not None and node.writer.number in tainted and not node.is_hidden:
                 self._pool.free(self._tree.hide(node))
         for checkpoint in list(self._states):
-            if checkpoint.writer.number in tainted and not checkpoint.is_forgotten:
+            is_doubtful = checkpoint is path.restored or checkpoint.writer.number in tainted
+            if is_doubtful and not checkpoint.is_forgotten:
                 self._pool.free(self._tree.detach(checkpoint))
         for other in self._paths:
             other.is_tainted |= other.number in tainted

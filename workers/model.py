@@ -66,12 +66,7 @@ def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
         progress(line)
     model = _load_lazily(folder, config)
     ledger = _plan(settings, config, folder, model)
-    if ledger.weights == "fp32":
-        weights.dequantise(model)
-    else:
-        mx.eval(model.parameters())
-    if settings.few_rows_linear and ledger.weights == "fp32" and not mx.metal.is_available():
-        quicken(model)
+    _hold_weights(settings, model, ledger)
     mixers = swap_mixers(model)
     dtype = _compute_dtype(model)
     pools = _make_pools(settings, mixers, ledger, dtype)
@@ -87,14 +82,8 @@ def load(settings: EngineSettings, *, progress: Progress = silent) -> Loaded:
         namespace=_digest(f"{_fingerprint(folder)} {ledger.weights} {pools.row.name}".encode()),
         context_length=ledger.context,
         vocab_size=config["vocab_size"],
-        kv=KVFacts(
-            dtype=pools.dtype_name,
-            bytes_per_token=pools.bytes_per_token,
-            page_tokens=PAGE_TOKENS,
-            num_pages=pools.num_pages,
-            pool_bytes=pools.nbytes,
-        ),
-        states=_facts(states) if states is not None else None,
+        kv=_kv_facts(pools),
+        states=_state_facts(states) if states is not None else None,
         device=str(mx.default_device()).removeprefix("Device(").rstrip(")"),
         weights=weights.linear_dtype(model),
         few_rows_linear=is_quick(model),
@@ -141,6 +130,22 @@ def _plan(settings: EngineSettings, config: dict[str, Any], folder: Path, model:
     return plan_memory(shape, request, limit)
 
 
+def _hold_weights(settings: EngineSettings, model: nn.Module, ledger: Ledger) -> None:
+    """Evaluate the weights in the form that the ledger chose."""
+    if ledger.weights == "fp32":
+        weights.dequantise(model)
+        if settings.few_rows_linear and not mx.metal.is_available():
+            quicken(model)
+        return
+    narrow = weights.narrow_experts(model)
+    if narrow and not mx.metal.is_available():
+        raise ModelError(
+            f"a CPU multiplies by experts in fp32 or quantised only, not in {narrow}: "
+            "use --weights fp32, or a quantised checkpoint"
+        )
+    mx.eval(model.parameters())
+
+
 def _make_pools(settings: EngineSettings, mixers: Mixers, ledger: Ledger, dtype: mx.Dtype) -> Pools:
     attention = mixers.attention[0]
     return Pools(
@@ -169,7 +174,17 @@ def _make_states(settings: EngineSettings, mixers: Mixers, ledger: Ledger, dtype
     return States(layout, num_workers=settings.workers, num_rows=ledger.num_states or 0)
 
 
-def _facts(states: States) -> StateFacts:
+def _kv_facts(pools: Pools) -> KVFacts:
+    return KVFacts(
+        dtype=pools.dtype_name,
+        bytes_per_token=pools.bytes_per_token,
+        page_tokens=PAGE_TOKENS,
+        num_pages=pools.num_pages,
+        pool_bytes=pools.nbytes,
+    )
+
+
+def _state_facts(states: States) -> StateFacts:
     return StateFacts(
         dtype=states.dtype_name,
         bytes_per_state=states.bytes_per_state,

@@ -36,6 +36,14 @@ def linear_dtype(model: nn.Module) -> str:
     return "+".join(sorted(kinds))
 
 
+def narrow_experts(model: nn.Module) -> str | None:
+    """The dtype of plain expert weights that are not fp32; None where there are none."""
+    for _, module in model.named_modules():
+        if isinstance(module, SwitchLinear) and module.weight.dtype != mx.float32:
+            return str(module.weight.dtype).removeprefix("mlx.core.")
+    return None
+
+
 def _plain(module: nn.Module) -> nn.Module:
     """The twin of one of _QUANTISED."""
     scales, biases = module.scales, module.get("biases")

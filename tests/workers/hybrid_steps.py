@@ -53,9 +53,16 @@ class LogitRecorder:
 class HandDriven:
     """A real runner. Pages are handed out in order and never taken back."""
 
-    def __init__(self, folder: Path, *, bits: Literal["8", "native"] = "native", num_states: int = 8) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        bits: Literal["8", "native"] = "native",
+        weights: Literal["fp32", "native"] = "fp32",
+        num_states: int = 8,
+    ) -> None:
         kvcache = KVCacheSettings(bits=bits, pool_tokens=16_384, states=num_states)
-        self.loaded = load(EngineSettings(model=str(folder), weights="fp32", kvcache=kvcache))
+        self.loaded = load(EngineSettings(model=str(folder), weights=weights, kvcache=kvcache))
         self.runner: ModelRunner = self.loaded.runner
         self._recorder = LogitRecorder(self.runner)
         self._next_page = 0
