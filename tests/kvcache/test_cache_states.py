@@ -261,6 +261,21 @@ def test_what_went_on_from_a_poisoned_checkpoint_goes_too(driver: Driver) -> Non
     assert driver.matched("aaaabbYYZ") == 6
 
 
+@pytest.mark.parametrize(("has_run", "num_cached"), [(False, 0), (True, 6)])
+def test_a_checkpoint_goes_with_the_path_that_failed_in_the_step_behind_it(
+    driver: Driver, has_run: bool, num_cached: int
+) -> None:
+    driver.run("aaaabb", "ann")
+    path = driver.open("aaaabbcc", "bob").path
+    assert path.num_cached == 6
+    if has_run:
+        driver.step(path, "aaaabbc")
+    driver.cache.poison(path)
+    driver.cache.check_integrity()
+    assert driver.cached("aaaabb") == num_cached
+    assert driver.matched("aaaa") == 4
+
+
 def test_a_row_that_is_being_restored_when_it_is_poisoned_is_not_rewritten() -> None:
     driver = Driver(num_states=1)
     faulty = driver.open("aaaabb", "bob").path
