@@ -63,7 +63,7 @@ async def answer_call(
         with _closing(call):
             run_id = await state.followers.start(call.order, place)
             place.close()
-            return await answer_run(request, run_id, on_end=call.learn)
+            return await answer_run(request, run_id, on_end=call.learn, is_ours=True)
 
 
 @contextmanager

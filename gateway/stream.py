@@ -77,17 +77,18 @@ async def answer_run(
     *,
     after: str | None = None,
     on_end: Callable[[Answer], None] = lambda answer: None,
+    is_ours: bool = False,
 ) -> web.StreamResponse:
     """Answers with a run, from its start or after an event id, until its end or until the client leaves.
 
-    `on_end` sees the answer before the client sees its end. Raises RunNotFound, also for another tenant's
-    run, and the turn's own failure when no stream is open.
+    `on_end` sees the answer before the client sees its end. `is_ours`: this request started the run, so that
+    it ends with this client even where that leaves before the first event. Raises RunNotFound, also for
+    another tenant's run, and the turn's own failure when no stream is open.
     """
     request[RUN_KEY] = run_id
     structlog.contextvars.bind_contextvars(run=run_id)  # until the request ends (middleware.py)
     answer = Answer(run_id)
     state = request.app[STATE]
-    is_ours = False
     state.followers.join(run_id)
     try:
         generator = cast(AsyncGenerator[RunEvent, None], state.runs.events(run_id))

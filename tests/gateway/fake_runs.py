@@ -79,6 +79,7 @@ class FakeRuns(Runs):
         self.cancelled_agents: list[tuple[CancelAgents, Container[str]]] = []
         self.refuse: Exception | None = None
         self.start_seconds = 0.0
+        self.read_seconds = 0.0  # before a reader sees the first event
         self.is_full = False
         self.num_reserved = 0
         self.num_starting = 0
@@ -130,6 +131,7 @@ class FakeRuns(Runs):
         if run_id not in self.runs:
             raise RunNotFound(run_id)
         run = self.runs[run_id]
+        await asyncio.sleep(self.read_seconds)
         position = 0
         while True:
             while position == len(run.events):

@@ -91,6 +91,17 @@ async def test_a_client_that_leaves_in_line_is_not_forgotten(gateway: Gateway) -
     await asyncio.gather(asking, return_exceptions=True)
 
 
+async def test_a_client_that_leaves_before_the_first_event_takes_its_run_along(gateway: Gateway) -> None:
+    gateway.runs.script = lambda order: [60.0]
+    gateway.runs.read_seconds = 5.0
+    asking = asyncio.create_task(gateway.post(HELLO))
+    await until(lambda: bool(gateway.runs.runs))
+    await asyncio.sleep(0.02)
+    asking.cancel()
+    await until(lambda: len(gateway.runs.cancelled) == 1)
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 async def test_a_finished_run_is_not_cancelled(gateway: Gateway) -> None:
     await gateway.post(HELLO)
     await gateway.stream(HELLO)
