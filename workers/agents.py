@@ -136,7 +136,6 @@ class Agents:
             return
         agent.num_running += 1
         self._hot[agent.key] = agent
-        self._hot[agent.key] = agent
         kept = agent.kept
         if kept is not None and restart is not None and restart.is_compaction and agent.num_turns == 1:
             agent.kept = None
