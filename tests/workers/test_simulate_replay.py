@@ -13,6 +13,7 @@ import pytest
 
 from workers.__main__ import main
 from workers.errors import IntegrityError
+from workers.line import LineRules
 from workers.simulate_device import Device
 from workers.simulate_replay import Capacity, Replay
 from workers.simulate_report import Report
@@ -118,6 +119,15 @@ def test_the_same_seed_gives_the_same_report_and_another_one_another(trace: Trac
     first, again, other = (replay(trace, pool=65_536, seed=seed) for seed in (1, 1, 2))
     assert first.simulated_seconds == again.simulated_seconds != other.simulated_seconds
     assert first.prefill_tokens == again.prefill_tokens
+
+
+def test_a_small_pool_answers_more_when_agents_are_held_than_first_come_first_served(trace: Trace) -> None:
+    capacity = Capacity(8, 32_768, 32, num_workers=4, context_tokens=trace.longest_tokens + 1)
+    held, served = (
+        Replay(trace, capacity, Device(), 0, LineRules(order=order)).run() for order in ("agents", "arrival")
+    )
+    assert held.hit_rate > served.hit_rate + 0.1
+    assert held.wait_seconds.max > served.wait_seconds.max, "which is what it costs"
 
 
 def test_times_are_those_of_the_device(trace: Trace) -> None:
