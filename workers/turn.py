@@ -139,25 +139,27 @@ class Turn:
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
-        taken, text = array("I"), ""
+        taken: list[int] = []
+        texts: list[str] = []
         ending: Ending | None = None
+        num_left = self.max_tokens - len(self.generated)
         num_rows = 0
-        while ending is None and num_rows < len(token_ids):
-            token_id = token_ids[num_rows]
-            num_rows += 1
+        for num_rows, token_id in enumerate(token_ids, 1):
             if token_id in self.stop_ids:
-                text += self.text.flush()
                 ending = Ending("stop")
+            else:
+                delta = self.text.append(token_id)
+                texts.append(delta.text)
+                taken.append(token_id)
+                if delta.stopped is not None:
+                    ending = Ending("stop", delta.stopped)
+                    break
+                if num_rows == num_left:
+                    ending = Ending("length")
+            if ending is not None:
+                texts.append(self.text.flush())
                 break
-            delta = self.text.append(token_id)
-            text += delta.text
-            taken.append(token_id)
-            if delta.stopped is not None:
-                ending = Ending("stop", delta.stopped)
-            elif len(self.generated) + len(taken) >= self.max_tokens:
-                text += self.text.flush()
-                ending = Ending("length")
-        tokens = self._tokens(taken, text, candidates)
+        tokens = self._tokens(array("I", taken), "".join(texts), candidates)
         self.generated.extend(taken)  # last: a token that cannot be sent is not counted either
         return Acceptance(tokens, num_rows, ending)
 

@@ -179,8 +179,8 @@ def test_a_new_agent_waits_while_those_expected_back_fill_the_pool() -> None:
     started = bench.clock.now
     bench.ask("new", prompt_of(6000, 7), max_tokens=2, session="s", agent="new")
     waited = bench.end("new").timings.queue_seconds
-    assert 10.0 < waited <= 60.0, "until the tool's default stay is over"
-    assert bench.clock.now - started < 100.0
+    assert 10.0 < waited <= 300.0, "until those expected back are given up"
+    assert bench.clock.now - started < 320.0
 
 
 def test_nobody_is_held_for_longer_than_the_rule_says() -> None:
