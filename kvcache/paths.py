@@ -97,4 +97,4 @@ class CacheStats:
     num_states_superseded: int
     num_states_retired: int
     num_states_aged: int
-    num_states_lost: int  # checkpoints that left with their pages
+    num_states_lost: int  # checkpoints that left with their pages, or with a faulty path

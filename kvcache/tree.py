@@ -206,7 +206,7 @@ class PrefixTree:
         pages = []
         for node in list(self.nodes()):
             pages += node.pages
-            node.pages = []
+            node.pages, node.tokens = [], bytearray()
         self.roots.clear()
         self.hidden.clear()
         self._leaves.clear()
@@ -349,6 +349,7 @@ class PrefixTree:
         self.num_pages -= len(node.pages)
         self.num_unlocked_pages -= len(node.pages)
         pages, node.pages = node.pages, []
+        node.tokens = bytearray()  # a handle on what was here must not keep it in memory
         return pages
 
     def _forget_all(self, node: Node) -> None:
