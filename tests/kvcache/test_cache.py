@@ -274,6 +274,18 @@ def test_poison_spares_equal_pages_that_another_path_wrote(cache: Cache) -> None
     assert opened(cache, "aaaabbbb").path.num_cached == 4
 
 
+def test_poison_takes_along_pages_that_began_as_copies_of_its_own(cache: Cache) -> None:
+    path = running(cache, "aaaabbbb")
+    run(cache, "aaaabbcc")
+    running_on = opened(cache, "aaaabbbX").path
+    cache.poison(path)
+    assert opened(cache, "aaaabbcc").path.num_cached == 0
+    compute(cache, running_on, "aaaabbbX")
+    cache.close(running_on)
+    cache.check_integrity()
+    assert cache.stats().num_free == 12
+
+
 def test_without_prefixes_nothing_is_matched_or_kept() -> None:
     cache = Cache(4, page_tokens=4, keep_prefixes=False)
     run(cache, "aaaabb")
