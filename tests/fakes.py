@@ -196,8 +196,8 @@ class FakeRunner:
             self._check(plan)
             for segment in plan.segments:
                 self._write(segment)
-        except AssertionError as error:
-            raise BrokenPlan(str(error)) from error
+        except AssertionError as broken:
+            raise BrokenPlan(str(broken)) from broken
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             for segment in plan.segments:
