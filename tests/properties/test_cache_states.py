@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache.cache import Cache, Kept, Kind, PageCopy, Path
-from kvcache.nodes import Checkpoint, Node
+from kvcache.nodes import Node
 from kvcache.pins import chain
 
 Tokens = tuple[int, ...]
@@ -372,13 +372,10 @@ class HybridCacheMachine(RuleBasedStateMachine):
                     assert row is not None and row.digest == digest_of(namespace, tokens[: position + 1])
                     assert not row.sources & self.poisoned
                 for checkpoint in node.checkpoints:
-                    self.check_checkpoint(checkpoint, namespace, tokens)
+                    state = self.states[checkpoint.row]
+                    assert state.digest == digest_of(namespace, tokens[: checkpoint.position])
+                    assert not state.sources & self.poisoned
                 waiting += [(child, tokens) for child in node.below()]
-
-    def check_checkpoint(self, checkpoint: Checkpoint, namespace: bytes, tokens: Tokens) -> None:
-        state = self.states[checkpoint.row]
-        assert state.digest == digest_of(namespace, tokens[: checkpoint.position])
-        assert not state.sources & self.poisoned
 
     def check_rows(self, pages: list[int], namespace: bytes, tokens: Tokens) -> None:
         for position in range(len(tokens)):
