@@ -22,7 +22,7 @@ from kvcache.settings import KVCacheSettings
 from tests.models import EngineUnderTest, Reference
 from workers import weights
 from workers.fetch import cache_dir, fetch_default_model
-from workers.mixers import StepCache, swap_mixers
+from workers.mixers import swap_mixers
 from workers.settings import EngineSettings
 
 NUM_TOKENS = 24
@@ -116,7 +116,7 @@ def perplexity(model: nn.Module, token_ids: Sequence[int], bits: str) -> float:
     for start in range(0, len(token_ids) - 1, 256):
         chunk = token_ids[start : min(start + 256, len(token_ids) - 1)]
         step = StepAttention(pools, [Rows(start, len(chunk), page_table)], queries_per_kv=3)
-        hidden = model.model(mx.array([chunk]), cache=StepCache(step, num_layers))
+        hidden = model.model(mx.array([chunk]), cache=[step] * num_layers)
         logits = model.model.embed_tokens.as_linear(hidden)
         targets = mx.array([token_ids[start + 1 : start + 1 + len(chunk)]])
         losses = nn.losses.cross_entropy(logits, targets, reduction="sum")
