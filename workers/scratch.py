@@ -8,7 +8,8 @@ from __future__ import annotations
 from .shapes import DeltaShape, ExpertShape, ModelShape
 
 _TILE_TOKENS = 4096  # of context that attention over pages scores at a time, at the most,
-_TILE_SCORES = 2**25  # and the most scores of one such tile (kvcache/attention.py)
+_TILE_SCORES = 2**23  # and the most scores of one such tile (kvcache/attention.py),
+_TILES_IN_FLIGHT = 12  # of which MLX holds about so many results at once (measured on a CPU)
 _SOLVED_ROWS = 64  # of one triangular system of the recurrence,
 _SOLVED_COPIES = 6  # and the matrices of such systems that live at once (moe/delta.py)
 
@@ -23,8 +24,9 @@ def scratch_bytes(shape: ModelShape, rows: int, compute_bytes: int) -> int:
     block = 3 * shape.intermediate_size * compute_bytes
     if shape.experts is not None:
         block = max(block, _expert_row(shape.experts, shape.hidden_size, compute_bytes))
-    scores = 3 * 4 * min(rows * shape.num_heads * _TILE_TOKENS, _TILE_SCORES)
-    return rows * (4 * shape.hidden_size * compute_bytes + mixer + block) + scores
+    scores = _TILES_IN_FLIGHT * 4 * min(rows * shape.num_heads * _TILE_TOKENS, _TILE_SCORES)
+    masks = 4 * rows * rows * (shape.num_heads // shape.num_kv_heads)  # of a chunk among its own tokens
+    return rows * (4 * shape.hidden_size * compute_bytes + mixer + block) + scores + masks
 
 
 def _delta_row(delta: DeltaShape, compute_bytes: int) -> int:
