@@ -20,8 +20,8 @@ from .reads import Read, Rows, plan_reads
 from .rows import Stored
 
 MAX_TILE_PAGES = 64
-MAX_TILE_SCORES = 1 << 25
-"""Scores of one tile and layer at the most: 128 MB in fp32."""
+MAX_TILE_SCORES = 1 << 23
+"""Of one tile and layer at the most: 32 MiB in fp32. MLX holds about a dozen such results at once."""
 
 MASKED = -1e30
 """Finite, so that a row which sees nothing of a tile gets weight zero in the merge instead of NaN."""
@@ -121,7 +121,11 @@ class StepAttention:
             queries = queries.swapaxes(1, 2).reshape(read.streams, kv_heads, per_stream * per_kv, head_dim)
         partial = None
         for tile in read.tiles:
-            keys, values = self._pools.read(layer, tile.blocks)
+            blocks = tile.blocks
+            if partial is not None:
+                # One tile after the other: MLX would else gather all of them first, a copy of the context.
+                blocks = mx.depends([blocks], [partial.total, partial.output])[0]
+            keys, values = self._pools.read(layer, blocks)
             tile_partial = self._attend_tile(queries, keys, values, tile.mask)
             partial = tile_partial if partial is None else _add(partial, tile_partial)
         assert partial is not None

@@ -211,6 +211,8 @@ def _compute_dtype(model: nn.Module) -> mx.Dtype:
 
 def _limit_memory(ledger: Ledger) -> None:
     mx.set_cache_limit(ledger.scratch_bytes)
+    # Beyond this MLX waits for what it has begun instead of preparing more of a step ahead.
+    mx.set_memory_limit(ledger.wired_bytes + ledger.scratch_bytes)
     if mx.metal.is_available():
         recommended = int(mx.device_info()["max_recommended_working_set_size"])
         mx.set_wired_limit(min(ledger.wired_bytes + ledger.scratch_bytes, recommended))

@@ -167,3 +167,20 @@ def test_no_step_grows_peak_memory_by_a_pool(bits: str) -> None:
     pools.clear([102])
     step(828, 1)
     assert mx.get_peak_memory() - before < one_layer / 2
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_attention_needs_no_more_memory_at_four_times_the_depth(num_rows: int) -> None:
+    """A dense copy of the whole context would: K and V of all tiles gathered before the first is used."""
+    pools = Pools(Int8Rows(64), num_layers=1, num_pages=2048, num_kv_heads=2)
+
+    def peak_bytes(num_pages: int) -> int:
+        rows = Rows(start=num_pages * 64 - num_rows, num_rows=num_rows, pages=range(num_pages))
+        step = StepAttention(pools, [rows], queries_per_kv=2)
+        output = step.attend(0, mx.ones((num_rows, 4, 64)), *[mx.ones((num_rows, 2, 64))] * 2, scale=0.1)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(output, *pools.arrays())
+        return int(mx.get_peak_memory() - before)
+
+    assert peak_bytes(2048) < 1.3 * peak_bytes(512)
