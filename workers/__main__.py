@@ -41,6 +41,7 @@ DOCTOR_EXAMPLES = """\
 examples:
   tetrarch doctor
   tetrarch doctor --model mlx-community/Qwen3-8B-4bit --workers 4 --context 131072
+  tetrarch doctor --model FOLDER --memory 96GB --weights native    for a Mac; config.json alone is enough
 """
 
 
