@@ -19,7 +19,7 @@ def test_relative_error_is_that_of_float32(*, fused: bool) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_zero_gives_one_and_a_masked_score_nothing(*, fused: bool) -> None:
-    found = power_of_two(mx.array([0.0, -126.0, -1e30]), fused=fused).tolist()
+    found = np.array(power_of_two(mx.array([0.0, -126.0, -1e30]), fused=fused))
     assert found[0] == pytest.approx(1.0, abs=2e-7)
     assert 0.0 <= found[2] <= found[1] <= 2.0**-125
 

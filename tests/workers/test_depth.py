@@ -1,4 +1,4 @@
-"""A small hybrid at depth: real prefills of 16k tokens, and decoding at 131,072 over rows written directly."""
+"""A small hybrid at depth: real prefills of 16k tokens, and decoding at 131,072 over rows written there."""
 
 from __future__ import annotations
 
