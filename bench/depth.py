@@ -2,6 +2,7 @@
 
     python -m bench.depth                     decode steps and a prefill chunk at 16k to 131k filled tokens
     python -m bench.depth --prefill 131072    one real prefill of that many tokens, chunk by chunk
+    python -m bench.depth --beside 16384      a real prefill beside three decoding workers: their longest gap
 
 Runs the model runner itself, without a gateway: the figures are ratios between depths of one run.
 """
@@ -13,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,13 +24,17 @@ load_blas()  # before anything that imports MLX
 
 import mlx.core as mx  # noqa: E402
 
+from kvcache.cache import Cache  # noqa: E402
 from kvcache.pages import Pools  # noqa: E402
 from kvcache.settings import PAGE_TOKENS, KVCacheSettings  # noqa: E402
 from kvcache.states import States  # noqa: E402
 from tests.models import make_model  # noqa: E402
-from workers.messages import Sampling  # noqa: E402
+from workers.engine import Engine  # noqa: E402
+from workers.messages import Sampling, Submit, Tokens  # noqa: E402
 from workers.model import Loaded, load  # noqa: E402
+from workers.pace import PaceLimits  # noqa: E402
 from workers.plan import RowSampling, Segment, StateRestore, StepPlan  # noqa: E402
+from workers.process import CPU_STEP_SECONDS, rules_of  # noqa: E402
 from workers.settings import EngineSettings  # noqa: E402
 
 NUM_STREAMS = 4
@@ -141,15 +147,64 @@ def prefill(folder: Path, num_tokens: int, num_rows: int) -> int:
     return 0
 
 
+def beside(folder: Path, num_tokens: int) -> int:
+    """The longest gap of three decoding workers while a fourth prefills, in budgets of a chunk."""
+    loaded = load_hybrid(folder, NUM_STREAMS * (num_tokens + CHUNK_ROWS))
+    limits = PaceLimits(step_seconds=CPU_STEP_SECONDS)
+    cache = Cache(loaded.kv.num_pages, num_states=loaded.ledger.num_states)
+    engine = Engine(loaded.runner, cache, rules_of(loaded), num_workers=NUM_STREAMS, limits=limits)
+    for stream in range(NUM_STREAMS - 1):
+        engine.submit(_call(f"decode {stream}", 512, num_tokens // 2, loaded.digest))
+    told_at: dict[str, float] = {}
+    gaps: list[float] = []
+    is_prefilling = False
+    while engine.has_work:
+        events = engine.step()
+        now = time.perf_counter()
+        for told in events:
+            if isinstance(told.event, Tokens):
+                if is_prefilling and told.run_id in told_at:
+                    gaps.append(now - told_at[told.run_id])
+                told_at[told.run_id] = now
+        if len(told_at) == NUM_STREAMS:  # the prefill has its first token
+            break
+        if len(told_at) == NUM_STREAMS - 1 and not is_prefilling:
+            engine.submit(_call("prefill", num_tokens, 1, loaded.digest))
+            is_prefilling = True
+    gaps.sort()
+    longest, late = gaps[-1] / CPU_STEP_SECONDS, gaps[int(0.99 * len(gaps))] / CPU_STEP_SECONDS
+    print(f"{len(gaps):,} gaps, budget {CPU_STEP_SECONDS} s: p99 {late:.2f} budgets, longest {longest:.2f}")
+    return 0 if longest < 2 else 1
+
+
+def _call(name: str, num_tokens: int, max_tokens: int, digest: str) -> Submit:
+    prompt = array("I", ((position * 7919 + len(name)) % 251 for position in range(num_tokens)))
+    return Submit(
+        run_id=name,
+        attempt=1,
+        incarnation=1,
+        digest=digest,
+        token_ids=prompt.tobytes(),
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=0),
+        ignore_eos=True,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--prefill", type=int, metavar="TOKENS", help="one real prefill of so many tokens")
+    parser.add_argument(
+        "--beside", type=int, metavar="TOKENS", help="a prefill beside three decoding workers"
+    )
     parser.add_argument("--rows", type=int, default=1024, help="rows of a chunk of the real prefill")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if asked.prefill:
             return prefill(Path(folder) / "hybrid", asked.prefill, asked.rows)
+        if asked.beside:
+            return beside(Path(folder) / "hybrid", asked.beside)
         return compare_depths(Path(folder) / "hybrid")
 
 

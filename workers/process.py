@@ -85,7 +85,7 @@ def load_parts(settings: EngineSettings) -> Parts:
     engine = Engine(
         loaded.runner,
         cache,
-        _rules(loaded),
+        rules_of(loaded),
         num_workers=settings.workers,
         limits=PaceLimits(step_seconds=step_seconds, row_multiple=1 if is_gpu else KERNEL_ROWS),
     )
@@ -136,7 +136,8 @@ def _in_force(loaded: Loaded, settings: EngineSettings, step_seconds: float) -> 
     return {"kvcache": values.pop("kvcache"), "workers": values}
 
 
-def _rules(loaded: Loaded) -> TurnRules:
+def rules_of(loaded: Loaded) -> TurnRules:
+    """What all turns of a loaded model have in common."""
     return TurnRules(
         detokenizer=Detokenizer(loaded.tokenizer),
         namespace=loaded.namespace,
