@@ -1,6 +1,7 @@
 """The commands of this room: `python -m workers engine|model-fetch|doctor|simulate`, which `tetrarch` starts.
 
-Exit codes: 0 done or stopped, 1 failed while running, 2 settings, bus, model or trace that cannot be used.
+Exit codes: 0 done or stopped, 1 failed while running, 2 settings, bus, model or trace that cannot be used,
+which is also how `doctor` says that an engine would not start.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from metrics import logs
 from metrics.settings import SettingsError, add_flags, given_flags
@@ -42,6 +44,8 @@ examples:
   tetrarch doctor
   tetrarch doctor --model mlx-community/Qwen3-8B-4bit --workers 4 --context 131072
   tetrarch doctor --model FOLDER --memory 96GB --weights native    for a Mac; config.json alone is enough
+
+Exit code 2: the model cannot be used, or does not fit with these settings.
 """
 
 
@@ -97,14 +101,20 @@ def _doctor(settings: EngineSettings) -> int:
     load_blas()
     from .doctor import doctor
 
-    print(doctor(settings, os.environ))
-    return 0
+    report = doctor(settings, os.environ)
+    print(report.text)
+    return 0 if report.is_fit else 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tetrarch", description="One model, four workers, one shared cache."
-    )
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as the other refusals do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="tetrarch", description="One model, four workers, one shared cache.")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     _add_verb(verbs, "engine", _engine, "run one engine on a bus", ENGINE_EXAMPLES)
     _add_verb(verbs, "model-fetch", _fetch, "bring a model to this disk and check it", FETCH_EXAMPLES)
@@ -113,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_simulate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_simulate(verbs: argparse._SubParsersAction[_Parser]) -> None:
     parser = verbs.add_parser(
         "simulate",
         prog="tetrarch simulate",
@@ -128,7 +138,7 @@ def _add_simulate(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_verb(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
+    verbs: argparse._SubParsersAction[_Parser],
     name: str,
     verb: Callable[[EngineSettings], int],
     summary: str,

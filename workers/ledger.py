@@ -17,6 +17,7 @@ from .settings import EngineSettings
 from .shapes import ModelShape
 
 MEBIBYTE = 2**20
+GIBIBYTE = 2**30
 BUS_BYTES = 256 * MEBIBYTE
 """The embedded bus's usual maxmemory."""
 
@@ -295,7 +296,9 @@ def _explanation(shape: ModelShape, request: MemoryRequest, limit_bytes: int) ->
     parts.append(f"pages for {num_tokens:,} tokens at {per_token:,} B {mebibytes(num_tokens * per_token)}")
     total = sum(item.num_bytes for item in fixed) + num_tokens * per_token
     usable = limit_bytes * _USABLE_PERCENT // 100
-    remedies = _remedies(shape, request, limit_bytes) or ["a smaller model, or more memory"]
+    enough = -(-total * 100 // _USABLE_PERCENT // GIBIBYTE)
+    more = f"a smaller model, or more memory (--memory {enough}GB)"
+    remedies = _remedies(shape, request, limit_bytes) or [more]
     return (
         f"does not fit: {' + '.join(parts)} = {mebibytes(total)}, but {mebibytes(usable)} may be used "
         f"({_USABLE_PERCENT} % of {mebibytes(limit_bytes)}); would fit: {'; or '.join(remedies)}"

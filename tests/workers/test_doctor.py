@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> str:
 
 def test_the_report_names_machine_device_blas_and_the_ledger(model: str, environ: dict[str, str]) -> None:
     settings = EngineSettings(model=model, workers=2, memory_bytes=2**33, kvcache=NATIVE)
-    report = doctor(settings, environ)
+    report = doctor(settings, environ).text
     assert f"BLAS      {load_blas()}" in report
     assert "memory    8,192.0 MiB may be used" in report
     assert "model     tiny: llama, 2 layers" in report
@@ -39,14 +39,17 @@ def test_the_report_names_machine_device_blas_and_the_ledger(model: str, environ
 
 def test_what_does_not_fit_is_in_the_report(model: str, environ: dict[str, str]) -> None:
     report = doctor(EngineSettings(model=model, memory_bytes=2**28, kvcache=NATIVE), environ)
-    assert "does not fit: weights" in report
-    assert "would fit: a smaller model, or more memory" in report
+    assert "does not fit: weights" in report.text
+    assert "would fit: a smaller model, or more memory (--memory 2GB)" in report.text
+    assert not report.is_fit
+    assert doctor(EngineSettings(model=model, memory_bytes=2**31, kvcache=NATIVE), environ).is_fit
 
 
 def test_a_model_that_cannot_be_used_is_a_line_of_the_report(tmp_path: Path, environ: dict[str, str]) -> None:
     report = doctor(EngineSettings(model=str(tmp_path / "missing.gguf")), environ)
-    assert "machine   " in report
-    assert f"model     {tmp_path}/missing.gguf: cannot be read" in report
+    assert "machine   " in report.text
+    assert f"model     {tmp_path}/missing.gguf: cannot be read" in report.text
+    assert not report.is_fit
 
 
 def config_only(folder: Path, **changes: Any) -> str:
@@ -60,7 +63,7 @@ def test_a_config_alone_is_enough_and_what_is_guessed_is_said(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     model = config_only(tmp_path / "published")
-    report = doctor(EngineSettings(model=model, memory_bytes=2**33, weights="native"), environ)
+    report = doctor(EngineSettings(model=model, memory_bytes=2**33, weights="native"), environ).text
     assert "model     published: qwen3_5_moe, 4 layers" in report
     assert "1 layers of attention hold K and V, 3 a recurrent state" in report
     assert "8 experts, 2 of them for each token" in report
@@ -72,12 +75,12 @@ def test_a_config_alone_is_enough_and_what_is_guessed_is_said(
 
 def test_a_config_alone_must_be_of_a_model_that_works(tmp_path: Path, environ: dict[str, str]) -> None:
     model = config_only(tmp_path / "published", linear_conv_kernel_dim=1)
-    report = doctor(EngineSettings(model=model), environ)
+    report = doctor(EngineSettings(model=model), environ).text
     assert "model     published: the config's linear_conv_kernel_dim is 1" in report
 
 
 def test_more_than_a_macs_gpu_usually_gets_is_said(tmp_path: Path, environ: dict[str, str]) -> None:
     model = config_only(tmp_path / "published", max_position_embeddings=262_144)
     kvcache = KVCacheSettings(pool_tokens=23_000_000)
-    report = doctor(EngineSettings(model=model, memory_bytes=2**33, kvcache=kvcache), environ)
+    report = doctor(EngineSettings(model=model, memory_bytes=2**33, kvcache=kvcache), environ).text
     assert "on a Mac the GPU usually gets 6,144.0 MiB" in report

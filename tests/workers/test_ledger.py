@@ -321,7 +321,7 @@ def test_without_a_prefix_cache_no_checkpoints_are_kept() -> None:
         (MemoryRequest(pool_tokens=900_000, states=64), 64, "--states "),
         (MemoryRequest(pool_tokens=4_000_000, states=600), 64, "--states 32 --pool-tokens "),
         (MemoryRequest(context=262_144), 50, "--context "),
-        (MemoryRequest(), 44, "a smaller model, or more memory"),
+        (MemoryRequest(), 44, "a smaller model, or more memory (--memory 50GB)"),
     ],
 )
 def test_what_a_hybrid_needs_too_much_of_is_refused_with_settings_that_fit(
@@ -341,6 +341,13 @@ def test_what_a_hybrid_needs_too_much_of_is_refused_with_settings_that_fit(
             for flag, value in zip(flags[::2], flags[1::2], strict=True)
         }
         plan_memory(shape, dataclasses.replace(request_, **changes), limit * GIBIBYTE)
+
+
+def test_the_memory_that_a_model_needs_at_least_is_enough_for_it() -> None:
+    shape = hybrid_shape(QWEN3_NEXT_80B)
+    plan_memory(shape, MemoryRequest(), 50 * GIBIBYTE)
+    with pytest.raises(DoesNotFit, match="--memory 50GB"):
+        plan_memory(shape, MemoryRequest(), 49 * GIBIBYTE)
 
 
 def test_eight_bit_weights_of_the_largest_leave_no_room_on_that_machine() -> None:

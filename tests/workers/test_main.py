@@ -134,7 +134,7 @@ def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str], verb: st
 def test_doctor_reports_a_model_that_cannot_be_used_in_a_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["doctor", "--model", str(tmp_path)]) == 0
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
     output = capsys.readouterr().out
     assert "machine " in output
     assert str(tmp_path) in output
@@ -147,5 +147,24 @@ def test_doctor_names_a_number_that_a_config_lacks(
     folder = make_model(tmp_path / "tiny", "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": number}))
-    assert main(["doctor", "--model", str(folder)]) == 0
+    assert main(["doctor", "--model", str(folder)]) == 2
     assert "the config's num_attention_heads is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--workers"], "tetrarch engine: argument --workers: expected one argument"),
+        (["--wrkers", "3"], "tetrarch: unrecognized arguments: --wrkers 3"),
+    ],
+)
+def test_an_unusable_flag_is_one_line_that_leads_to_the_help(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["engine", *flags])
+    assert leaving.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(words)
+    assert error.endswith(" --help`\n")
+    assert error.count("\n") == 1
