@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from workers.messages import CancelAgents
 
 from .api import bad_field
-from .errors import GatewayError
+from .errors import GatewayError, InvalidField
+from .hints import clean
 from .state import STATE
 from .stream import TENANT_KEY, json_response
 
 
-class CancelRequest(Struct, frozen=True):
-    """The optional body."""
+class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """The optional body. A misspelt field must not end the whole session."""
 
-    agent: Annotated[str, Meta(min_length=1)] | None = None
+    agent: str | None = None
 
 
 async def post_cancel(request: web.Request) -> web.Response:
@@ -28,11 +27,21 @@ async def post_cancel(request: web.Request) -> web.Response:
     Runs that other gateways have in line are not reached, those on engines are.
     """
     state = request.app[STATE]
-    tenant, session = request.get(TENANT_KEY, ""), request.match_info["session"]
-    agent = _asked(await request.read()).agent or ""
+    tenant = request.get(TENANT_KEY, "")
+    session = _name("session", request.match_info["session"])
+    asked = _asked(await request.read())
+    agent = "" if asked.agent is None else _name("agent", asked.agent)
     agents = state.kin.subtree(tenant, session, agent)
     root = CancelAgents(tenant=tenant, session=session, agent=agent)
     return json_response({"session": session, "num_cancelled": await state.runs.cancel_agents(root, agents)})
+
+
+def _name(field: str, given: str) -> str:
+    """As the calls that gave it carry it on."""
+    name = clean(given)
+    if not name:
+        raise bad_field(field, given)
+    return name
 
 
 def _asked(body: bytes) -> CancelRequest:
@@ -41,6 +50,7 @@ def _asked(body: bytes) -> CancelRequest:
     try:
         return msgspec.json.decode(body, type=CancelRequest)
     except msgspec.ValidationError:
-        raise bad_field("agent", "not usable", remedy="the name of an agent, or absent for all") from None
+        message = "The body may hold one field, 'agent': the name of an agent. Leave it out to end them all."
+        raise InvalidField("agent", message) from None
     except (msgspec.DecodeError, RecursionError):
         raise GatewayError("invalid_json", "The body is not valid JSON: leave it out or send {}.") from None

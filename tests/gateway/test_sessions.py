@@ -110,9 +110,30 @@ async def test_a_session_can_be_cancelled(gateway: Gateway) -> None:
     assert gateway.runs.cancelled_agents[1][1] == {"root", "a", "a1", "b"}
 
 
-@pytest.mark.parametrize("body", [b"{", b'{"agent": 7}', b'{"agent": ""}', b"[]", b"[" * 100_000])
+async def test_names_are_cancelled_as_calls_carry_them(gateway: Gateway) -> None:
+    session, agent = "s/" + 300 * "s", " " + 300 * "ä"
+    gateway.runs.script = lambda order: [30.0]
+    call = asyncio.create_task(gateway.post({**HELLO, "tetrarch": {"session": session, "agent": agent}}))
+    await until(lambda: len(gateway.runs.runs) == 1)
+    status, _ = await gateway.post({"agent": agent}, f"/v1/sessions/{session.replace('/', '%2F')}/cancel")
+    assert status == 200
+    root, agents = gateway.runs.cancelled_agents[0]
+    assert Names(root.session, root.agent) == gateway.runs.last.order.names
+    assert agents == {root.agent}
+    assert (await call)[0] == 499
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b'{"agent": 7}', b'{"agent": ""}', b'{"agent": " "}', b'{"agnet": "a"}', b"[]", b"[" * 100_000],
+)
 async def test_a_bad_cancel_is_refused(gateway: Gateway, body: bytes) -> None:
     status, answer = await gateway.post(body, "/v1/sessions/s/cancel")
     assert status == 400
     assert answer["error"]["message"]
+    assert not gateway.runs.cancelled_agents
+
+
+async def test_a_session_without_a_name_is_refused(gateway: Gateway) -> None:
+    assert (await gateway.post({}, "/v1/sessions/%20%09/cancel"))[0] == 400
     assert not gateway.runs.cancelled_agents
