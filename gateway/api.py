@@ -292,7 +292,7 @@ def _unreadable(body: bytes, problem: str) -> GatewayError:
     if infinite is None:
         return GatewayError("invalid_json", f"The body is not valid JSON: {problem}.")
     value = loose[infinite]
-    param = shorten(infinite.encode(errors="replace").decode())  # Python's JSON takes lone surrogates
+    param = shorten(infinite)
     return bad_field(param, value if isinstance(value, float) else "a value with NaN or Infinity")
 
 

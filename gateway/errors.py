@@ -162,7 +162,7 @@ class TurnFailed(GatewayError):
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """A value as an error message may show it: one line, at most `limit` characters."""
+    """A value as an error message may show it: one line of UTF-8, at most `limit` characters."""
     text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text[: 4 * limit].split())
+    text = " ".join(text[: 4 * limit].encode(errors="replace").decode().split())
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -94,9 +94,9 @@ def _our_names(headers: Mapping[str, str], told: HintFields) -> Names:
 
 def _claude_code(headers: Mapping[str, str], request: CommonRequest) -> Names:
     return Names(
-        _clean(headers.get("X-Claude-Code-Session-Id")),
-        _clean(headers.get("x-claude-code-agent-id")),
-        _clean(headers.get("x-claude-code-parent-agent-id")),
+        clean(headers.get("X-Claude-Code-Session-Id")),
+        clean(headers.get("x-claude-code-agent-id")),
+        clean(headers.get("x-claude-code-parent-agent-id")),
     )
 
 
@@ -106,24 +106,27 @@ def _codex(headers: Mapping[str, str], request: CommonRequest) -> Names:
     thread = headers.get("thread-id") or metadata.get("thread_id") or metadata.get("agent_name")
     parent = headers.get("x-codex-parent-thread-id") or metadata.get("parent_thread_id")
     session = headers.get("session-id") or metadata.get("session_id")
-    return Names(_clean(session), _clean(thread), _clean(parent))
+    return Names(clean(session), clean(thread), clean(parent))
 
 
 def _opencode(headers: Mapping[str, str], request: CommonRequest) -> Names:
     """A sub-agent is a session of its own there, so what it calls a session is our agent."""
-    agent = _clean(headers.get("x-session-id") or headers.get("x-session-affinity"))
-    return Names("", agent, _clean(headers.get("x-parent-session-id")))
+    agent = clean(headers.get("x-session-id") or headers.get("x-session-affinity"))
+    return Names("", agent, clean(headers.get("x-parent-session-id")))
 
 
 def _plain_agent(headers: Mapping[str, str], request: CommonRequest) -> Names:
-    return Names("", _clean(headers.get("X-Agent")))
+    return Names("", clean(headers.get("X-Agent")))
 
 
 def _body(headers: Mapping[str, str], request: CommonRequest) -> Names:
-    """One key or user may stand for many agents, so these name a session at most."""
-    user = _clean((request.metadata or {}).get("user_id"))
-    found = _SESSION_IN_USER.search(user)
-    return Names(_clean(request.prompt_cache_key) or (found[1] if found else "") or _clean(request.user))
+    """One key or user may stand for many agents: a session at most. opencode's key is its agent again."""
+    key = clean(request.prompt_cache_key)
+    if key and key == _opencode(headers, request).agent:
+        return Names()
+    user = (request.metadata or {}).get("user_id")
+    found = _SESSION_IN_USER.search(user) if isinstance(user, str) else None
+    return Names(key or (found[1] if found else "") or clean(request.user))
 
 
 SOURCES: tuple[Callable[[Mapping[str, str], CommonRequest], Names], ...] = (
@@ -145,7 +148,8 @@ def _name(headers: Mapping[str, str], header: str, field: str, told: str | None)
     return ""
 
 
-def _clean(value: Any) -> str:
+def clean(value: Any) -> str:
+    """A name as calls carry it: printable, without outer blanks, capped; "" for what is no text."""
     if not isinstance(value, str):
         return ""
     kept = "".join(_printable(value[:MAX_METADATA_CHARS])).strip()

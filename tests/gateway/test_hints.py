@@ -70,6 +70,11 @@ CLIENTS: dict[str, tuple[dict[str, str], dict[str, Any], Names]] = {
         Names("s", "a", "p"),
     ),
     "claude code without headers": ({}, {"metadata": {"user_id": f"user_1_session_{UUID}"}}, Names(UUID)),
+    "claude code without headers, as its real length is": (
+        {},
+        {"metadata": {"user_id": f"user_{'5e' * 32}_account_{UUID}_session_{UUID}"}},
+        Names(UUID),
+    ),
     "codex": (
         {"session-id": "s", "thread-id": "t", "x-codex-parent-thread-id": "p"},
         {"prompt_cache_key": "t"},
@@ -88,6 +93,11 @@ CLIENTS: dict[str, tuple[dict[str, str], dict[str, Any], Names]] = {
     "opencode": (
         {"x-session-id": "ses_2", "x-session-affinity": "ses_2", "x-parent-session-id": "ses_1"},
         {},
+        Names("", "ses_2", "ses_1"),
+    ),
+    "opencode with its id as cache key": (
+        {"x-session-id": "ses_2", "x-parent-session-id": "ses_1"},
+        {"prompt_cache_key": "ses_2"},
         Names("", "ses_2", "ses_1"),
     ),
     "opencode by affinity": ({"x-session-affinity": "ses_1"}, {}, Names("", "ses_1")),
@@ -150,6 +160,12 @@ def test_long_names_are_capped_and_stay_two() -> None:
     assert len(one) == len(other) == MAX_NAME_CHARS
     assert one != other
     assert hints(tetrarch={"agent": "x" * 5000 + "a"}).names.agent == one
+
+
+def test_a_header_that_is_no_utf8_is_refused_in_words_that_can_be_sent() -> None:
+    with pytest.raises(InvalidField) as caught:
+        hints({"X-Tetrarch-Agent": "a\udcff"})
+    assert caught.value.message.encode()
 
 
 @given(
