@@ -13,19 +13,20 @@ from . import integrity
 from .errors import PathClosed, PathsOpen, PathTooShort, StateNotReserved
 from .matching import Match, deepest_above
 from .nodes import TOKEN_BYTES, Checkpoint, Kind, Node, Writer, locate
-from .paths import CacheStats, Kept, Opening, PageCopy, Path, Resident
+from .paths import CacheStats, Kept, Opening, PageCopy, Path, Resident, StateMove
 from .pins import retire
 from .settings import PAGE_TOKENS
+from .state_rows import StateRows
 from .store import Store
 
-__all__ = ["Cache", "CacheStats", "Kept", "Kind", "Opening", "PageCopy", "Path", "Resident"]
+__all__ = ["Cache", "CacheStats", "Kept", "Kind", "Opening", "PageCopy", "Path", "Resident", "StateMove"]
 
 
 class Cache:
     """Opens, grows, publishes and closes paths. A method that is given a closed path raises PathClosed.
 
-    A hybrid model's cache has `num_states` rows of states for its checkpoints; a dense model's has None, and
-    its methods about states do nothing.
+    A hybrid model's cache has `num_states` rows of states for its checkpoints, and `num_small_states` rows
+    that hold more of them in 8 bits; a dense model's has None, and its methods about states do nothing.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Cache:
         page_tokens: int = PAGE_TOKENS,
         keep_prefixes: bool = True,
         num_states: int | None = None,
+        num_small_states: int = 0,
         max_pinned_share: float = 0.5,
     ) -> None:
         self.page_tokens = page_tokens
         self.keep_prefixes = keep_prefixes
         self.has_states = num_states is not None
-        self._store = Store(num_pages, page_tokens, num_states, max_pinned_share)
+        rows = StateRows(num_states, num_small_states) if num_states is not None else None
+        self._store = Store(num_pages, page_tokens, rows, max_pinned_share)
         self._pool, self._tree, self._states = self._store.pool, self._store.tree, self._store.states
         self._page_bytes = page_tokens * TOKEN_BYTES
         self._paths: set[Path] = set()
@@ -135,6 +138,13 @@ class Cache:
         if path.state_row is None and self._may_keep(path):
             path.state_row = self._store.allocate_row()
         return path.state_row
+
+    def take_demotions(self) -> tuple[StateMove, ...]:
+        """The states to move when the next step begins, before it saves any.
+
+        They are the caller's then: where that step fails, the cache is to be cleared.
+        """
+        return self._states.rows.take_demotions()
 
     def drop_state(self, path: Path) -> None:
         """Gives a reserved row back unused; harmless without one."""
@@ -253,17 +263,7 @@ class Cache:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError that names what disagrees. Costs a walk over all pages."""
-        integrity.check_tree(self._tree)
-        held = [path.node for path in self._paths]
-        held += [path.source for path in self._paths if path.source is not None]
-        held += [pin.node for pin in self._store.pins]
-        integrity.check_locks(self._tree, held)
-        for path in self._paths:
-            integrity.check_page_table(path.pages, path.num_published, path.node, path.private_pages())
-        live = (page for path in self._paths for page in path.private_pages())
-        integrity.check_owners(self._pool, self._tree, live)
-        integrity.check_states(self._tree, self._states, self._paths, self._store.pins)
-        self.check_counts()
+        integrity.check_all(self._pool, self._tree, self._states, self._paths, self._store.pins)
 
     def _matchable(self, token_ids: array[int], max_match: int) -> bytes:
         length = max(max_match, 0) if self.keep_prefixes else 0
@@ -380,7 +380,7 @@ class Cache:
 
     def _free_row(self, path: Path) -> None:
         if path.state_row is not None:
-            self._states.rows.free([path.state_row])
+            self._states.rows.free(path.state_row)
             path.state_row = None
 
     def _release_sources(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which recurrent states are kept: rows of the state pool, and whose checkpoint leaves first.
+"""Which recurrent states are kept, in which rows, and whose checkpoint leaves first.
 
 Knows positions and agents, but neither the tree's shape nor the bytes of a state.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 from .nodes import Checkpoint, Kind, Node
-from .pool import PagePool
+from .state_rows import StateRows
 
 __all__ = ["Cause", "Checkpoint", "Checkpoints", "Kind"]
 
@@ -27,8 +27,8 @@ class Cause(IntEnum):
 class Checkpoints:
     """All checkpoints of a tree and the rows they take; few enough to be scanned."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.rows = PagePool(num_rows, "state row")
+    def __init__(self, rows: StateRows) -> None:
+        self.rows = rows
         self.num_evicted = dict.fromkeys(Cause, 0)
         self.num_restored = 0
         self._num_forgotten = 0
@@ -47,7 +47,7 @@ class Checkpoints:
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Its reserved row becomes a checkpoint of its node."""
-        self.rows.seal([checkpoint.row])
+        self.rows.seal(checkpoint.row)
         self._all.add(checkpoint)
         checkpoint.node.checkpoints.append(checkpoint)
 
@@ -83,13 +83,26 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Forgets all; the nodes are gone already."""
-        self.rows.free([checkpoint.row for checkpoint in self._all])
+        for checkpoint in self._all:
+            self.rows.free(checkpoint.row)
         self._all.clear()
 
     def victim(self) -> Checkpoint | None:
-        """Superseded ones first, then those of agents that are gone, then the one used longest ago."""
-        free = (checkpoint for checkpoint in self._all if not checkpoint.num_holders)
-        return min(free, key=_standing, default=None)
+        """Whose exact row is given away: superseded ones first, then those of gone agents, then by age."""
+        return min(self._unheld(is_small=False), key=_standing, default=None)
+
+    def outdone_by(self, victim: Checkpoint) -> Checkpoint | None:
+        """Who leaves for good when this one is to move to a small row; None where one is free.
+
+        Itself, if all that have a small row and are not held are worth more.
+        """
+        if self.rows.small.num_free:
+            return None
+        return min((victim, *self._unheld(is_small=True)), key=_standing)
+
+    def demote(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint that nobody holds gives up its exact row for a free small one."""
+        checkpoint.row = self.rows.demote(checkpoint.row)
 
     def count_eviction(self, checkpoint: Checkpoint) -> None:
         """To be called before a victim is forgotten."""
@@ -113,10 +126,15 @@ class Checkpoints:
             if (is_spent or is_old) and checkpoint.last_agent == agent:
                 checkpoint.is_superseded = checkpoint.kind != Kind.BRANCH or not is_fork(checkpoint)
 
+    def _unheld(self, *, is_small: bool) -> Iterator[Checkpoint]:
+        for checkpoint in self._all:
+            if not checkpoint.num_holders and self.rows.is_small(checkpoint.row) == is_small:
+                yield checkpoint
+
     def _free_forgotten(self, checkpoint: Checkpoint) -> None:
         if checkpoint.is_forgotten and not checkpoint.num_holders:
             self._all.remove(checkpoint)
-            self.rows.free([checkpoint.row])
+            self.rows.free(checkpoint.row)
 
 
 def move(checkpoint: Checkpoint, node: Node) -> None:

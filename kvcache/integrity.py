@@ -14,6 +14,22 @@ from .pool import Owner, PagePool
 from .tree import PrefixTree
 
 
+def check_all(
+    pool: PagePool, tree: PrefixTree, states: Checkpoints, paths: Collection[Path], pins: Pins
+) -> None:
+    """Everything below."""
+    check_tree(tree)
+    held = [path.node for path in paths]
+    held += [path.source for path in paths if path.source is not None]
+    held += [pin.node for pin in pins]
+    check_locks(tree, held)
+    for path in paths:
+        check_page_table(path.pages, path.num_published, path.node, path.private_pages())
+    check_owners(pool, tree, (page for path in paths for page in path.private_pages()))
+    check_states(tree, states, paths, pins)
+    check_counts(pool, tree, states, paths)
+
+
 def check_counts(pool: PagePool, tree: PrefixTree, states: Checkpoints, paths: Collection[Path]) -> None:
     """free + tree + live = total, for pages and for rows of states, by counters alone."""
     num_live = sum(len(path.twins) + len(path.pages) - path.num_published for path in paths)
@@ -22,10 +38,12 @@ def check_counts(pool: PagePool, tree: PrefixTree, states: Checkpoints, paths: C
             f"{pool.num_free} free + {tree.num_pages} tree + {num_live} live pages != {pool.num_pages}"
         )
     num_reserved = sum(path.state_row is not None for path in paths)
-    rows = states.rows
-    if rows.num_free + len(states) + num_reserved != rows.num_pages:
+    exact, small = states.rows.exact, states.rows.small
+    num_kept = exact.num_tree + small.num_tree
+    if (exact.num_live, small.num_live, num_kept) != (num_reserved, 0, len(states)):
         raise IntegrityError(
-            f"{rows.num_free} free + {len(states)} kept + {num_reserved} reserved rows != {rows.num_pages}"
+            f"{exact.num_live} rows are reserved and {num_kept} kept, by {num_reserved} paths and "
+            f"{len(states)} checkpoints"
         )
 
 
@@ -40,10 +58,7 @@ def check_path(path: Path) -> None:
 
 def check_states(tree: PrefixTree, states: Checkpoints, paths: Iterable[Path], pins: Pins) -> None:
     """Each row has one owner; each checkpoint lies in its node and is held by whoever needs it."""
-    states.rows.check()
-    _same_pages("kept", states.rows.pages_of(Owner.TREE), (found.row for found in states))
-    reserved = (path.state_row for path in paths if path.state_row is not None)
-    _same_pages("reserved", states.rows.pages_of(Owner.LIVE), reserved)
+    _check_rows(states, [path.state_row for path in paths if path.state_row is not None])
     holders = Counter(path.restored for path in paths if path.restored is not None)
     holders.update(pin.checkpoint for pin in pins if pin.checkpoint is not None)
     for checkpoint in states:
@@ -55,6 +70,23 @@ def check_states(tree: PrefixTree, states: Checkpoints, paths: Iterable[Path], p
     expected = Counter(found for found in states if not found.is_forgotten)
     for checkpoint in (placed - expected) + (expected - placed):
         raise IntegrityError(f"{_named(checkpoint)} is kept but in no node, or the other way round")
+
+
+def _check_rows(states: Checkpoints, reserved: list[int]) -> None:
+    rows = states.rows
+    rows.exact.check()
+    rows.small.check()
+    exact = rows.exact.num_pages
+    small = {exact + row for row in rows.small.pages_of(Owner.TREE)}
+    _same_pages("kept", rows.exact.pages_of(Owner.TREE) | small, (found.row for found in states))
+    _same_pages("reserved", rows.exact.pages_of(Owner.LIVE), reserved)
+    _same_pages("small and reserved", rows.small.pages_of(Owner.LIVE), ())
+    moves = rows.demotions
+    sources = {move.source for move in moves}
+    if len(sources) < len(moves) or any(rows.exact.owner(row) == Owner.TREE for row in sources):
+        raise IntegrityError("a state is to move from a row that another checkpoint's state is in")
+    if not small.issuperset(move.target for move in moves):
+        raise IntegrityError("a state is to move to a row of no checkpoint")
 
 
 def check_tree(tree: PrefixTree) -> None:

@@ -16,6 +16,14 @@ class PageCopy:
     num_tokens: int  # first rows of the page that are the path's; the others mean nothing and get overwritten
 
 
+@dataclass(frozen=True, slots=True)
+class StateMove:
+    """Hold in 8 bits, in the target row, the state of a source row that something else is saved into next."""
+
+    source: int
+    target: int
+
+
 @dataclass(slots=True, eq=False)
 class Kept:
     """The end of what a path published: for pins, and for when its agent is gone. Opaque to others."""
@@ -89,12 +97,15 @@ class CacheStats:
     num_evicted_bare: int  # from which no checkpoint let anyone go on
     num_evicted_aged: int  # used longest ago
     num_evicted_tails: int  # partial pages that left with their checkpoint
-    num_states: int
+    num_states: int  # exact rows
     num_free_states: int
-    num_checkpoints: int
+    num_small_states: int  # rows that hold a state in 8 bits
+    num_free_small_states: int
+    num_checkpoints: int  # in rows of both kinds
     num_restored: int  # paths that went on from a checkpoint
     num_states_evicted: int  # checkpoints that made room for others; the next three add up to it
     num_states_superseded: int
     num_states_retired: int
     num_states_aged: int
+    num_states_demoted: int  # checkpoints that gave up an exact row for a small one
     num_states_lost: int  # checkpoints that left with their pages, or with a faulty path

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .checkpoints import Cause, Checkpoints
-from .nodes import Rank
+from .nodes import Checkpoint, Rank
 from .paths import CacheStats
 from .pins import Pins
 from .pool import PagePool
+from .state_rows import StateRows
 from .tree import PrefixTree
 
 
@@ -14,11 +15,11 @@ class Store:
     """What the cache keeps. Times are its own logical clock."""
 
     def __init__(
-        self, num_pages: int, page_tokens: int, num_states: int | None, max_pinned_share: float
+        self, num_pages: int, page_tokens: int, states: StateRows | None, max_pinned_share: float
     ) -> None:
         self.pool = PagePool(num_pages)
-        self.has_states = num_states is not None
-        self.states = Checkpoints(num_states or 0)
+        self.has_states = states is not None
+        self.states = Checkpoints(states or StateRows(0, 0))
         self.tree = PrefixTree(page_tokens, self.states if self.has_states else None)
         self.pins = Pins(self.tree, self.states, int(num_pages * max_pinned_share))
         self.now = 0
@@ -44,17 +45,26 @@ class Store:
         return len(evicted)
 
     def allocate_row(self) -> int | None:
-        """A state row, of the first victim among the checkpoints where none is free; None if all are held."""
-        if not self.states.rows.num_free:
+        """An exact state row; where none is free, of the first victim among them; None if all are held.
+
+        The victim moves to a small row, or goes for good where those hold better ones.
+        """
+        if not self.states.rows.exact.num_free:
             victim = self.states.victim()
             if victim is None:
                 return None
-            self.states.count_eviction(victim)
-            pages = self.tree.detach(victim)
-            self._num_evicted_tails += len(pages)
-            self.pool.free(pages)
-        (row,) = self.states.rows.allocate(1)
-        return row
+            outdone = self.states.outdone_by(victim)
+            if outdone is not None:
+                self._evict_state(outdone)
+            if outdone is not victim:
+                self.states.demote(victim)
+        return self.states.rows.reserve()
+
+    def _evict_state(self, checkpoint: Checkpoint) -> None:
+        self.states.count_eviction(checkpoint)
+        pages = self.tree.detach(checkpoint)
+        self._num_evicted_tails += len(pages)
+        self.pool.free(pages)
 
     def clear(self) -> None:
         """Forgets every prefix and pin."""
@@ -76,13 +86,16 @@ class Store:
             num_evicted_bare=num_bare,
             num_evicted_aged=pages[Rank.AGED] + pages[Rank.BARE] - num_bare,
             num_evicted_tails=self._num_evicted_tails,
-            num_states=states.rows.num_pages,
-            num_free_states=states.rows.num_free,
+            num_states=states.rows.exact.num_pages,
+            num_free_states=states.rows.exact.num_free,
+            num_small_states=states.rows.small.num_pages,
+            num_free_small_states=states.rows.small.num_free,
             num_checkpoints=len(states),
             num_restored=states.num_restored,
             num_states_evicted=sum(states.num_evicted.values()),
             num_states_superseded=states.num_evicted[Cause.SUPERSEDED],
             num_states_retired=states.num_evicted[Cause.RETIRED],
             num_states_aged=states.num_evicted[Cause.AGED],
+            num_states_demoted=states.rows.num_demoted,
             num_states_lost=states.num_lost,
         )

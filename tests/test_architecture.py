@@ -27,6 +27,7 @@ PURE = [
     "kvcache/matching.py",
     "kvcache/checkpoints.py",
     "kvcache/paths.py",
+    "kvcache/state_rows.py",
     "kvcache/pins.py",
     "kvcache/store.py",
     "kvcache/integrity.py",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcache.cache import PageCopy
+from kvcache.cache import PageCopy, StateMove
 
 from .messages import Sampling
 
@@ -76,14 +76,17 @@ class Segment:
 class StepPlan:
     """One pass over the model: decode segments first, then at most one prefill segment.
 
-    Order inside the step: saves_before, copies, restores, the forward pass with its writes, the segments'
-    saves; then one evaluation. A plan without segments only saves.
+    Order inside the step: demotions, saves_before, copies, restores, the forward pass with its writes, the
+    segments' saves; then one evaluation. A plan without segments only demotes and saves.
     """
 
     copies: tuple[PageCopy, ...]  # page copies to make before any write of this step
     segments: tuple[Segment, ...]
     restores: tuple[StateRestore, ...] = ()  # hybrid models: at most one for a worker
     saves_before: tuple[StateSave, ...] = ()  # live states that turns which left their workers leave behind
+    demotions: tuple[
+        StateMove, ...
+    ] = ()  # checkpoints that go on in 8 bits: saves may take the rows they leave
 
     @property
     def num_rows(self) -> int:

@@ -73,6 +73,10 @@ class ModelRunner:
         return self._collect(plan.segments, draws, [bool(one.item()) for one in finite])
 
     def _move_states(self, states: States, plan: StepPlan) -> None:
+        for move in plan.demotions:
+            states.demote(move.source, move.target)
+        if plan.demotions:
+            mx.eval(*states.arrays())  # before what they left is written
         for save in plan.saves_before:
             states.save(save.worker, save.row)
         if plan.saves_before:

@@ -128,7 +128,7 @@ class Scheduler:
         restores = tuple(turn.restore for turn in turns if turn.restore is not None)
         for turn in turns:
             turn.copy = turn.restore = None
-        return StepPlan(copies, tuple(segments), restores, saves)
+        return StepPlan(copies, tuple(segments), restores, saves, self._cache.take_demotions())
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take an evaluated step's results; a faulty row ends its own turn and no other."""
