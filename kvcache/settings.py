@@ -41,7 +41,7 @@ def check(settings: KVCacheSettings) -> None:
             f"pool_tokens is {settings.pool_tokens}: use at least {PAGE_TOKENS} (one page), "
             "or leave it out and the memory ledger chooses"
         )
-    if settings.states is not None and settings.states < 1:
+    if settings.states is not None and settings.states < int(settings.prefix_cache):
         raise ValueError(
             f"states is {settings.states}: use at least 1, or leave it out and the memory ledger chooses; "
             "prefix_cache false keeps none"

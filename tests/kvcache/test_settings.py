@@ -23,6 +23,12 @@ def test_no_states_at_all_is_refused_with_what_does_that() -> None:
         KVCacheSettings(states=0)
 
 
+def test_without_a_prefix_cache_no_states_are_kept() -> None:
+    assert KVCacheSettings(states=0, prefix_cache=False).states == 0
+    with pytest.raises(ValueError, match="states is -1"):
+        KVCacheSettings(states=-1, prefix_cache=False)
+
+
 def test_unknown_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="bits is '4': use '8'"):
         KVCacheSettings(bits="4")  # type: ignore[arg-type]
