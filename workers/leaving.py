@@ -57,7 +57,8 @@ class Leaving:
         """End a path that its turn gave up; a step later, where a checkpoint is worth that."""
         row = None
         try:
-            if last is not None and turn.worker is not None and self._is_worth(turn, path, last):
+            is_wanted = not (is_over and turn.hints.is_last)
+            if is_wanted and last is not None and self._is_worth(turn, path, last):
                 row = self._cache.reserve_state(path)
         except Exception:  # it ends without this checkpoint
             log.exception("a checkpoint was lost", run=turn.run_id, attempt=turn.attempt)
@@ -95,7 +96,7 @@ class Leaving:
                 self._cache.poison(path)
 
     def _is_worth(self, turn: Turn, path: Path, kind: Kind) -> bool:
-        if not self._cache.has_states or turn.hints.is_last:
+        if not self._cache.has_states:
             return False
         fewest = MIN_BORDER_TOKENS if kind is Kind.BORDER else 1
         return path.num_tokens - turn.kept_tokens >= fewest

@@ -161,7 +161,7 @@ class Turns:
     def changed(self) -> None:
         """Pages or prefixes came or went."""
         self.is_short = False
-        self._rests_until = None
+        self.rests_until = None
         self.line.changed()
 
     def tell(self, turn: Turn, event: Event) -> None:

@@ -196,6 +196,18 @@ def test_nobody_is_held_where_nobody_else_is_expected() -> None:
     assert bench.end("new").timings.queue_seconds == 0.0
 
 
+def test_a_cancel_that_makes_room_wakes_those_held_for_good() -> None:
+    bench = large(num_pages=256)
+    crowd(bench, 3, 4000)
+    bench.engine.submit(fake_submit("new", prompt_of(6000, 7), max_tokens=20, session="t", agent="new"))
+    bench.engine.step()
+    assert bench.engine.rest_seconds > 10.0
+    bench.engine.cancel_agents(CancelAgents(session="s"))
+    while bench.engine.has_work:
+        assert bench.engine.rest_seconds == 0.0
+        bench.engine.step()
+
+
 def test_while_an_agent_waits_for_its_tool_its_prefix_stays() -> None:
     bench = large(num_pages=200)
     first = bench.ask("one", prompt_of(4000), max_tokens=2, session="s", agent="a", expects="search")
@@ -247,10 +259,11 @@ def test_retain_pin_outlasts_the_tools_time_and_ends_with_the_session() -> None:
     assert bench.engine.stats().num_pinned_pages == 0
 
 
-def test_a_long_prefill_makes_room_for_an_agent_that_is_at_home() -> None:
+@pytest.mark.parametrize("is_final", [False, True])
+def test_a_long_prefill_makes_room_for_an_agent_that_is_at_home(is_final: bool) -> None:
     bench = large(num_workers=1)
     first = bench.ask("first", prompt_of(3000), max_tokens=2, session="s", agent="a")
-    long = fake_submit("long", prompt_of(20_000, 1), max_tokens=2, session="s", agent="b")
+    long = fake_submit("long", prompt_of(20_000, 1), max_tokens=2, session="s", agent="b", is_final=is_final)
     bench.engine.submit(long)
     bench.step()
     answer = bench.model.generate(first, 2)
