@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_FRAMES = 256
+MAX_FRAME_SPANS = 4096
+"""Of a longer system part nothing is told: a hostile one has as many spans as bytes."""
 
 PROBE = "\U0001fffe"
 """A user's message that no real one begins with (a noncharacter): prompts part from it there."""
@@ -26,6 +28,8 @@ class Frame:
     @classmethod
     def of(cls, asked: Sequence[bytes], bare: Sequence[bytes]) -> Frame:
         """From the probe's prompt with and without a generation prompt."""
+        if len(asked) > MAX_FRAME_SPANS:
+            return cls()
         tail = asked[len(bare) :] if common_length(asked, bare) == len(bare) else ()
         return cls(tuple(asked), tuple(tail))
 

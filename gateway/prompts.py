@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,15 +107,16 @@ class Prompts:
         )
 
     def _lay_out(self, conversation: Conversation, max_tokens: int, scope: bytes) -> _Layout:
+        spans = self._spans(conversation, max_tokens)
         frame = self._frame(conversation) if self.tokenizer.by_span else Frame()
         restored = self._written.restore(conversation.messages, scope=scope)
         if restored is not None:
             as_written = Conversation(restored.messages, conversation.tools, conversation.variables)
             with contextlib.suppress(InvalidField):
-                spans = self._spans(as_written, max_tokens)
-                if restored.spans <= {span.text for span in spans}:
-                    return _Layout(spans, frame)
-        return _Layout(self._spans(conversation, max_tokens), frame)
+                written = self._spans(as_written, max_tokens)
+                if _differ_only_in(restored.spans, spans, written):
+                    spans = written
+        return _Layout(spans, frame)
 
     def _spans(self, conversation: Conversation, max_tokens: int) -> list[Span]:
         rendered = self.render(conversation)
@@ -240,6 +241,12 @@ class Prompts:
                 return [self._mark_value(item, marks, keep_soft=keep_soft) for item in value]
             case _:
                 return value
+
+
+def _differ_only_in(texts: Container[str], spans: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Whether both are the same but for whole spans that read one of the texts in `others`."""
+    pairs = zip(spans, others, strict=False)
+    return len(spans) == len(others) and all(one == other or other.text in texts for one, other in pairs)
 
 
 def _is_system(message: Message) -> bool:

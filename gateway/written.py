@@ -7,7 +7,9 @@ Pure: knows the common JSON form of calls, no tokens and no template.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +17,15 @@ from typing import Any
 
 import msgspec
 
-MAX_ANSWERS = 4096
+MAX_CHARS = 16 << 20
+"""Of all remembered answers together."""
+
 MAX_TEXT_CHARS = 65_536
 """A longer answer with calls is not remembered."""
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_OPENING = re.compile(r"\s*<tool_call>\s*(?=\{)")
+_CLOSING = re.compile(r"\s*</tool_call>")
+_find_end = json.JSONDecoder().raw_decode
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
@@ -28,8 +34,8 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A conversation with answers put back as they were written. `spans`: the texts that prove it when they
-    occur in the rendered prompt as whole spans.
+    """A conversation with answers put back as they were written. It may stand for the caller's when their
+    renderings differ in whole spans only, and those read one of `spans`.
     """
 
     messages: list[Message]
@@ -41,24 +47,46 @@ class _Answer:
     prefix: str
     text: str
 
+    @property
+    def num_chars(self) -> int:
+        return len(self.prefix) + len(self.text)
+
 
 class WrittenCalls:
-    """Answers that called tools, by what they say. Bounded, the least recently used forgotten."""
+    """Answers that called tools, by what they say. Bounded, the least recently used forgotten. Threads may
+    share it.
+    """
 
-    def __init__(self, max_answers: int = MAX_ANSWERS) -> None:
-        self._max_answers = max_answers
+    def __init__(self, max_chars: int = MAX_CHARS) -> None:
+        self._max_chars = max_chars
+        self._num_chars = 0
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._answers)
 
     def learn(self, prefix: str, text: str, *, scope: bytes) -> None:
         """An answer of this scope; `prefix` is the prompt's plain text that it continues."""
-        content, calls = _take_apart(text) if len(text) <= MAX_TEXT_CHARS else (text, None)
-        if not calls:
+        answer = _Answer(prefix, text)
+        said = _take_apart(text) if answer.num_chars <= MAX_TEXT_CHARS else None
+        if said is None:
             return
-        key = _digest(scope, content, calls)
-        self._answers[key] = _Answer(prefix, text)
-        self._answers.move_to_end(key)
-        while len(self._answers) > self._max_answers:
-            self._answers.popitem(last=False)
+        with self._lock:
+            self._put(_digest(scope, *said), answer)
+
+    def _put(self, key: bytes, answer: _Answer) -> None:
+        previous = self._answers.pop(key, None)
+        self._num_chars += answer.num_chars - (previous.num_chars if previous is not None else 0)
+        self._answers[key] = answer
+        while self._num_chars > self._max_chars:
+            self._num_chars -= self._answers.popitem(last=False)[1].num_chars
+
+    def _get(self, key: bytes) -> _Answer | None:
+        with self._lock:
+            if key in self._answers:
+                self._answers.move_to_end(key)
+            return self._answers.get(key)
 
     def restore(self, messages: Sequence[Message], *, scope: bytes) -> Restored | None:
         """The messages with each remembered answer as its text; None where there is none."""
@@ -79,23 +107,32 @@ class WrittenCalls:
             if any(message.get(name) for name in _REASONING_NAMES):
                 continue  # told apart from the content: whether it is what was written is not known here
             calls = [_call(call.get("function")) for call in message["tool_calls"]]
-            answer = self._answers.get(_digest(scope, message.get("content") or "", calls))
-            if answer is not None and None not in calls:
+            if None in calls:
+                continue
+            answer = self._get(_digest(scope, message.get("content") or "", calls))
+            if answer is not None:
                 yield index, answer
 
 
-def _take_apart(text: str) -> tuple[str, list[Message | None] | None]:
-    """The words before the calls, and the calls; None unless nothing else follows them."""
-    first = _CALL.search(text)
-    if first is None or _CALL.sub("", text[first.start() :]).strip():
-        return text, None
+def _take_apart(text: str) -> tuple[str, list[Message | None]] | None:
+    """The words before the calls, and the calls; None unless there are any and nothing else follows them."""
+    found = first = _OPENING.search(text)
     calls: list[Message | None] = []
-    for found in _CALL.finditer(text):
+    end = 0
+    while found is not None:
         try:
-            calls.append(_call(msgspec.json.decode(found[1])))
-        except (msgspec.DecodeError, RecursionError):
-            return text, None
-    return text[: first.start()], None if None in calls else calls
+            _, end = _find_end(text, found.end())
+            calls.append(_call(msgspec.json.decode(text[found.end() : end])))
+        except (ValueError, RecursionError):
+            return None
+        closing = _CLOSING.match(text, end)
+        if closing is None:
+            return None
+        end = closing.end()
+        found = _OPENING.match(text, end)
+    if first is None or None in calls or text[end:].strip():
+        return None
+    return text[: first.start()], calls
 
 
 def _call(function: Any) -> Message | None:

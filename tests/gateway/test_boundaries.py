@@ -143,5 +143,6 @@ def test_frames_are_bounded() -> None:
     for number in range(10):
         frames.put(bytes([number]), Frame())
     assert [number for number in range(10) if frames.get(bytes([number])) is not None] == [7, 8, 9]
+    assert Frame.of([b"a"] * 10_000, [b"a"] * 9_999) == Frame()
     assert common_length([b"a", b"b"], [b"a", b"c"]) == 1
     assert common_length([b"a"], [b"a", b"c"]) == 1

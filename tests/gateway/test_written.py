@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,12 +146,59 @@ def test_five_rounds_of_calls_miss_nothing(qwen: Prompts) -> None:
         messages = [*messages, called(dict(sorted(arguments.items())), content=None), RESULT]
 
 
+def test_a_template_that_looks_back_at_calls_gets_the_callers_message() -> None:
+    """The answer alone would be as written, but the tool's result would lose its name."""
+    template = CHATML.replace(
+        "'<|im_start|>' + message['role']",
+        "'<|im_start|>' + message['role'] + (' ' + messages[loop.index0 - 1].tool_calls[0].function.name"
+        " if not loop.first and messages[loop.index0 - 1].tool_calls else '')",
+    )
+    prompts = Prompts(bundle_of(byte_level_tokenizer(), template))
+    messages = [USER, called({"a": "ü x", "b": [1, 2.5]}), RESULT]
+    usual = encode(prompts, messages).token_ids
+    assert "tool read_file" in prompts.tokenizer.decode(list(unpack_token_ids(usual)))
+    generated(prompts, encode(prompts, [USER]), WRITTEN)
+    assert encode(prompts, messages).token_ids == usual
+
+
 def test_memory_of_calls_is_bounded() -> None:
-    written = WrittenCalls(max_answers=10)
-    for number in range(100):
-        text = WRITTEN.replace("2.5", str(number))
-        written.learn("p", text, scope=SCOPE)
-    written.learn("p", "no call", scope=SCOPE)
-    written.learn("p", WRITTEN + " and words", scope=SCOPE)
-    written.learn("p", "<tool_call>{broken}</tool_call>", scope=SCOPE)
-    assert len(written._answers) == 10
+    written = WrittenCalls(max_chars=10 * len("p" + WRITTEN))
+    for number in range(1000, 1100):
+        written.learn("p", WRITTEN.replace("2.5", str(number)), scope=SCOPE)
+        written.learn("p", WRITTEN.replace("2.5", str(number)), scope=SCOPE)
+        oldest = [called({"b": [1, 1000], "a": "ü x"})]
+        assert written.restore(oldest, scope=SCOPE) is not None  # used, so not forgotten
+    assert len(written) == 9
+    assert written.restore([called({"b": [1, 1050], "a": "ü x"})], scope=SCOPE) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no call",
+        WRITTEN + " and words",
+        WRITTEN + "<tool_call>",
+        "<tool_call>{broken}</tool_call>",
+        '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
+        '<tool_call>{"name": "a", "arguments": "x"}</tool_call>',
+        '<tool_call>{"name": "a", "arguments": {}}',
+        '<tool_call>{"a":' * 3000,
+        "<tool_call>{" * 5461,
+        "<tool_call>{}" + "\n" * 60_000,
+        "<tool_call>{}\n" * 4000 + "x",
+    ],
+)
+def test_what_is_not_calls_to_its_end_is_left_alone_at_once(text: str) -> None:
+    written = WrittenCalls()
+    started = time.process_time()
+    written.learn("p", text, scope=SCOPE)
+    assert time.process_time() - started < 0.5
+    assert len(written) == 0
+
+
+def test_a_call_may_hold_the_mark_that_ends_calls() -> None:
+    text = '<tool_call>{"name": "read_file", "arguments": {"a": "{}</tool_call>"}}</tool_call>'
+    written = WrittenCalls()
+    written.learn("p", text, scope=SCOPE)
+    restored = written.restore([called({"a": "{}</tool_call>"}, content=None)], scope=SCOPE)
+    assert restored is not None and restored.messages[0]["content"] == text
