@@ -91,10 +91,11 @@ class Lineage:
 
     def join(self, realm: tuple[str, ...], names: Names, prompt: PromptShape) -> Turn:
         """The turn of a call whose agent has no name, under the names that it gets. `realm`: calls of
-        different ones never meet (tenant, model). To be closed with `leave`.
+        different ones never meet (tenant, model), nor do those of different sessions and parents. To be
+        closed with `leave`.
         """
         self._expire()
-        chain = _chain(hash((*realm, names.session)), prompt.token_ids)
+        chain = _chain(hash((*realm, names.session, names.parent)), prompt.token_ids)
         earlier = self._find(chain, prompt)
         if earlier is not None:
             names = earlier.names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from array import array
 from collections.abc import Sequence
 
@@ -139,6 +140,17 @@ def test_tenants_models_and_sessions_never_meet(lineage: Lineage) -> None:
     assert join(lineage, *follow_up, session="s").names == first.names
 
 
+def test_children_of_different_parents_never_meet(lineage: Lineage) -> None:
+    follow_up = shape(SYSTEM, TASK, GENERATION, ANSWER, RESULT)
+    first = lineage.join(REALM, Names("s", "", "p"), shape(SYSTEM, TASK))
+    finish(lineage, first, ANSWER)
+    for parent in ("q", ""):
+        other = lineage.join(REALM, Names("s", "", parent), follow_up)
+        assert other.names.agent != first.names.agent
+        assert other.names.parent == parent
+    assert lineage.join(REALM, Names("s", "", "p"), follow_up).names == first.names
+
+
 def test_a_final_turn_is_not_continued(lineage: Lineage) -> None:
     turn = join(lineage, SYSTEM, TASK)
     lineage.answered(turn, packed(*ANSWER))
@@ -189,8 +201,6 @@ def test_arrivals_in_any_order_never_put_two_live_turns_on_one_agent(data: st.Da
 
 
 def test_a_long_prompt_takes_milliseconds() -> None:
-    import time
-
     lineage = Lineage(time.monotonic)
     prompt = PromptShape.of(random.Random(2).randbytes(4 * 131_072), 500, 131_000)
     started = time.perf_counter()
