@@ -19,7 +19,7 @@ class Where(Enum):
     """Which text a rule reads."""
 
     HEAD = "head"  # the first line of a prompt that begins with a system message
-    SYSTEM = "system"  # system and developer messages anywhere
+    SYSTEM = "system"  # whole lines of system and developer messages anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,17 @@ RULES = (
     Rule(
         "tokens_left",
         Where.SYSTEM,
-        re.compile(r"<total_tokens>\s*[\d,]{1,20} tokens left\s*</total_tokens>"),
+        re.compile(r"^[ \t]*<total_tokens>\s*[\d,]{1,20} tokens left\s*</total_tokens>\s*?$", re.MULTILINE),
         ((re.compile(r"[\d,]+"), "many"),),
     ),
     # Context awareness: "<system_warning>Token usage: 35000/200000; 165000 remaining</system_warning>".
     Rule(
         "token_usage",
         Where.SYSTEM,
-        re.compile(r"<system_warning>\s*Token usage: \d+/\d+; \d+ remaining\s*</system_warning>"),
+        re.compile(
+            r"^[ \t]*<system_warning>\s*Token usage: \d+/\d+; \d+ remaining\s*</system_warning>\s*?$",
+            re.MULTILINE,
+        ),
         ((re.compile(r"\d+/\d+; \d+"), "some/all; enough"),),
     ),
 )

@@ -74,6 +74,8 @@ def test_running_counts_are_made_constant_where_they_stand(first: str, second: s
         [system("x-anthropic-billing-header: cc_version=2.1.100; cc_entrypoint=cli;")],
         [system("x-anthropic-billing-header: none")],
         [user("<total_tokens>5 tokens left</total_tokens>")],
+        [system("After each call you see <total_tokens>5 tokens left</total_tokens> or fewer.")],
+        [system("`<system_warning>Token usage: 1/2; 1 remaining</system_warning>`")],
         [system("<total_tokens>five tokens left</total_tokens>")],
         [system("<total_tokens>5</total_tokens>")],
         [{"role": "assistant", "content": None}],
