@@ -151,7 +151,11 @@ def beside(folder: Path, num_tokens: int) -> int:
     """The longest gap of three decoding workers while a fourth prefills, in budgets of a chunk."""
     loaded = load_hybrid(folder, NUM_STREAMS * (num_tokens + CHUNK_ROWS))
     limits = PaceLimits(step_seconds=CPU_STEP_SECONDS)
-    cache = Cache(loaded.kv.num_pages, num_states=loaded.ledger.num_states)
+    cache = Cache(
+        loaded.kv.num_pages,
+        num_states=loaded.ledger.num_states,
+        num_small_states=loaded.ledger.num_small_states,
+    )
     engine = Engine(loaded.runner, cache, rules_of(loaded), num_workers=NUM_STREAMS, limits=limits)
     for stream in range(NUM_STREAMS - 1):
         engine.submit(_call(f"decode {stream}", 512, num_tokens // 2, loaded.digest))

@@ -99,6 +99,8 @@ def engine_sample(view: EngineView) -> EngineSample:
         num_pinned_pages=stats.num_pinned_pages,
         num_states=info.states.num_states if info.states is not None else 0,
         num_free_states=stats.num_free_states,
+        num_small_states=info.states.num_small_states if info.states is not None else 0,
+        num_free_small_states=stats.num_free_small_states,
         num_checkpoints=stats.num_checkpoints,
         num_restored=stats.num_restored,
         num_evicted_states=stats.num_evicted_states,

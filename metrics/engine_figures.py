@@ -44,6 +44,8 @@ class EngineSample:
     num_pinned_pages: int
     num_states: int
     num_free_states: int
+    num_small_states: int
+    num_free_small_states: int
     num_checkpoints: int
     num_restored: int
     num_evicted_states: int
@@ -72,8 +74,14 @@ GAUGES: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
     ),
     ("engine_kv_pool_bytes", "KV pool bytes, as measured", lambda e: e.kv_pool_bytes),
     ("engine_pages_pinned", "Pages that pins keep from eviction", lambda e: e.num_pinned_pages),
-    ("engine_states", "Rows for checkpoints of recurrent states in all", lambda e: e.num_states),
-    ("engine_states_free", "Rows for checkpoints that nobody holds", lambda e: e.num_free_states),
+    ("engine_states", "Exact rows for checkpoints of recurrent states in all", lambda e: e.num_states),
+    ("engine_states_free", "Exact rows for checkpoints that nobody holds", lambda e: e.num_free_states),
+    ("engine_states_small", "Rows for checkpoints in 8 bits in all", lambda e: e.num_small_states),
+    (
+        "engine_states_small_free",
+        "Rows for checkpoints in 8 bits that nobody holds",
+        lambda e: e.num_free_small_states,
+    ),
     ("engine_checkpoints", "Checkpoints kept in the tree of prefixes", lambda e: e.num_checkpoints),
     ("engine_state_bytes", "Bytes of recurrent states, as measured", lambda e: e.state_bytes),
 )

@@ -121,6 +121,7 @@ class EngineUnderTest:
             self.loaded.kv.num_pages,
             keep_prefixes=settings.kvcache.prefix_cache,
             num_states=self.loaded.ledger.num_states,
+            num_small_states=self.loaded.ledger.num_small_states,
         )
         rules = TurnRules(
             detokenizer=Detokenizer(self.loaded.tokenizer),

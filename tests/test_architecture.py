@@ -55,6 +55,7 @@ PURE = [
     "workers/simulate_trace.py",
     "workers/pace.py",
     "workers/ledger.py",
+    "workers/memory_request.py",
     "workers/architectures.py",
     "workers/config_numbers.py",
     "workers/families.py",

@@ -41,6 +41,7 @@ class EngineCounts:
     num_steps: int
     num_preempted: int
     num_free_states: int
+    num_free_small_states: int
     num_checkpoints: int
     num_restored: int
     num_evicted_states: int
@@ -68,6 +69,7 @@ class EngineCounts:
             num_steps=counters.num_steps,
             num_preempted=counters.num_preempted,
             num_free_states=pages.num_free_states,
+            num_free_small_states=pages.num_free_small_states,
             num_checkpoints=pages.num_checkpoints,
             num_restored=counters.num_restored,
             num_evicted_states=pages.num_states_evicted - counters.num_evicted_states_before,

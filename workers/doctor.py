@@ -17,8 +17,9 @@ import mlx.core as mx
 from .errors import ModelError
 from .families import left_out
 from .fetch import Survey, cache_dir, model_name, survey_model
-from .ledger import HeldWeights, Ledger, MemoryRequest, mebibytes, plan_memory, request_of
+from .ledger import Ledger, mebibytes, plan_memory, request_of
 from .machine import describe_device, load_blas, memory_limit_bytes
+from .memory_request import HeldWeights, MemoryRequest
 from .settings import EngineSettings
 from .shapes import ModelShape, shape_of
 

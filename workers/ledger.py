@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-from kvcache.settings import PAGE_TOKENS, KVBits
+from kvcache.settings import PAGE_TOKENS
 
-from .errors import DoesNotFit, UnsupportedModel
+from .errors import DoesNotFit
+from .memory_request import (
+    BUS_BYTES,
+    HeldWeights,
+    MemoryRequest,
+    compute_bytes,
+    kv_bytes_per_token,
+    small_state_bytes,
+    state_bytes,
+)
 from .scratch import scratch_bytes
 from .settings import EngineSettings
 from .shapes import ModelShape
 
 MEBIBYTE = 2**20
 GIBIBYTE = 2**30
-BUS_BYTES = 256 * MEBIBYTE
-"""The embedded bus's usual maxmemory."""
 
 _PROCESS_BYTES = 350 * MEBIBYTE  # interpreters and libraries of engine and gateway, tokenizer included
 _USABLE_PERCENT = 90  # of the limit; the rest is the system's and the allocators' rounding
@@ -29,20 +36,13 @@ _SMALLEST_CONTEXT = 2 * PAGE_TOKENS
 _USUAL_STATES = 8  # checkpoints of a hybrid's state for each worker,
 _STATES_PERCENT = 25  # and the most that they take of what pages and checkpoints share, unless asked for
 
-HeldWeights = Literal["native", "fp32"]
-
 
 @dataclass(frozen=True, slots=True)
-class MemoryRequest:
-    """Settings that cost memory. context, pool_tokens and states None: as much as is usual and as fits."""
+class KeptStates:
+    """Checkpoints of a hybrid's recurrent state: so many as they are, and so many small ones in 8 bits."""
 
-    workers: int = 4
-    context: int | None = None
-    kv_bits: KVBits = "8"
-    pool_tokens: int | None = None
-    states: int | None = None  # checkpoints of a hybrid's recurrent state; nothing to a dense model
-    weights: HeldWeights = "native"
-    bus_bytes: int = BUS_BYTES  # 0 when the bus runs elsewhere
+    num_exact: int = 0
+    num_small: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class Ledger:
     limit_bytes: int
     context: int  # tokens of prompt and answer that one turn may have
     num_pages: int
-    num_states: int | None  # checkpoints; None for a dense model
+    num_states: int | None  # exact checkpoints; None for a dense model
+    num_small_states: int
     kv_bytes_per_token: int
     state_bytes: int  # of one recurrent state; 0 for a dense model
     weights: HeldWeights
@@ -94,6 +95,7 @@ def request_of(
         kv_bits=settings.kvcache.bits,
         pool_tokens=settings.kvcache.pool_tokens,
         states=settings.kvcache.states if settings.kvcache.prefix_cache else 0,
+        small_states=settings.kvcache.small_states if settings.kvcache.prefix_cache else 0,
         weights="fp32" if settings.weights == "fp32" else "native",
         bus_bytes=_bus_bytes(settings),
     )
@@ -107,20 +109,6 @@ def _bus_bytes(settings: EngineSettings) -> int:
         return settings.bus_bytes
     is_here = settings.redis_url is None or settings.redis_url.startswith("unix:")
     return BUS_BYTES if is_here else 0
-
-
-def kv_bytes_per_token(shape: ModelShape, request: MemoryRequest) -> int:
-    """K and V of one token in all attention layers. Raises UnsupportedModel for heads unfit for 8 bits."""
-    if request.kv_bits == "native":
-        row = shape.head_dim * _compute_bytes(shape, request)
-    else:
-        group = 64 if shape.head_dim % 64 == 0 else 32
-        if shape.head_dim % group:
-            raise UnsupportedModel(
-                f"8-bit KV needs heads of a multiple of 32, not {shape.head_dim}: use --kv-bits native"
-            )
-        row = shape.head_dim + 4 * (shape.head_dim // group)  # codes; an fp16 scale and bias for each group
-    return 2 * shape.num_attention_layers * shape.num_kv_heads * row
 
 
 def plan_memory(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> Ledger:
@@ -147,22 +135,10 @@ def mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / MEBIBYTE:,.1f} MiB"
 
 
-def state_bytes(shape: ModelShape, request: MemoryRequest) -> int:
-    """One recurrent state of all layers, with the hidden row that the head would see; 0 for a dense model."""
-    if shape.delta is None:
-        return 0
-    size = _compute_bytes(shape, request)
-    return shape.delta.state_bytes(size) + shape.hidden_size * size
-
-
-def _compute_bytes(shape: ModelShape, request: MemoryRequest) -> int:
-    return 4 if request.weights == "fp32" else shape.compute_bytes
-
-
 def _fixed(shape: ModelShape, request: MemoryRequest) -> tuple[LedgerItem, ...]:
     """Everything but the pool and the checkpoints."""
     rows = min(_CHUNK_ROWS, request.context or shape.context_length) + request.workers
-    scratch = scratch_bytes(shape, rows, _compute_bytes(shape, request))
+    scratch = scratch_bytes(shape, rows, compute_bytes(shape, request))
     sampling = request.workers * shape.vocab_size * 4 * _LOGIT_COPIES
     weights = 4 * shape.num_parameters if request.weights == "fp32" else shape.native_bytes
     return (
@@ -181,17 +157,28 @@ def _left(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> int:
     return limit_bytes * _USABLE_PERCENT // 100 - fixed - live
 
 
-def _num_states(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> int:
-    """Checkpoints to keep: as asked, else the usual number as far as there is room; one a worker at least."""
+def _kept_states(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> KeptStates:
+    """As asked, else the usual numbers as far as there is room; exact ones one a worker at least."""
     if shape.delta is None:
-        return 0
-    if request.states is not None:
-        return request.states
+        return KeptStates()
+    exact_bytes, small_bytes = state_bytes(shape, request), small_state_bytes(shape, request)
+    num_small = 0 if request.small_states is None and request.kv_bits == "native" else request.small_states
     left = _left(shape, request, limit_bytes)
     beside = left - _needed_tokens(shape, request) * kv_bytes_per_token(shape, request)
     share = beside if request.pool_tokens is not None else min(beside, left * _STATES_PERCENT // 100)
-    fitting = share // state_bytes(shape, request)
-    return max(request.workers, min(_USUAL_STATES * request.workers, fitting))
+    num_exact = request.states
+    if num_exact is None:
+        one = exact_bytes + (small_bytes if num_small is None else 0)
+        fitting = (share - (num_small or 0) * small_bytes) // one
+        num_exact = max(request.workers, min(_USUAL_STATES * request.workers, fitting))
+    if num_small is None:
+        num_small = max(0, min(num_exact, (share - num_exact * exact_bytes) // small_bytes))
+    return KeptStates(num_exact, num_small)
+
+
+def _kept_bytes(shape: ModelShape, request: MemoryRequest, kept: KeptStates) -> int:
+    exact = kept.num_exact * state_bytes(shape, request)
+    return exact + kept.num_small * small_state_bytes(shape, request)
 
 
 def _needed_tokens(shape: ModelShape, request: MemoryRequest) -> int:
@@ -202,7 +189,7 @@ def _needed_tokens(shape: ModelShape, request: MemoryRequest) -> int:
 
 def _room(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> int:
     """Tokens, in whole pages, that fit beside everything else; negative when not even that fits."""
-    checkpoints = _num_states(shape, request, limit_bytes) * state_bytes(shape, request)
+    checkpoints = _kept_bytes(shape, request, _kept_states(shape, request, limit_bytes))
     left = _left(shape, request, limit_bytes) - checkpoints
     return left // (kv_bytes_per_token(shape, request) * PAGE_TOKENS) * PAGE_TOKENS
 
@@ -227,37 +214,38 @@ def _ledger(
     shape: ModelShape, request: MemoryRequest, limit_bytes: int, *, context: int, num_tokens: int
 ) -> Ledger:
     per_token = kv_bytes_per_token(shape, request)
-    num_states = None if shape.delta is None else _num_states(shape, request, limit_bytes)
+    states = _kept_states(shape, request, limit_bytes)
     note = f"{num_tokens:,} tokens of {per_token:,} B, kv-bits {request.kv_bits}"
     kept = [LedgerItem("pages", num_tokens * per_token, note)]
-    if num_states is not None:
-        kept.append(_states_item(shape, request, num_states))
+    if shape.delta is not None:
+        kept.append(_states_item(shape, request, states))
     weights, *others = _fixed(shape, request)
     return Ledger(
         items=(weights, *kept, *others),
         limit_bytes=limit_bytes,
         context=context,
         num_pages=num_tokens // PAGE_TOKENS,
-        num_states=num_states,
+        num_states=None if shape.delta is None else states.num_exact,
+        num_small_states=states.num_small,
         kv_bytes_per_token=per_token,
         state_bytes=state_bytes(shape, request),
         weights=request.weights,
         scratch_bytes=others[0].num_bytes,
         wired_bytes=weights.num_bytes + sum(item.num_bytes for item in kept),
         bus_bytes=request.bus_bytes,
-        notes=_notes(shape, request, context, num_tokens, num_states),
+        notes=_notes(shape, request, context, num_tokens) + _state_notes(shape, request, states),
     )
 
 
-def _states_item(shape: ModelShape, request: MemoryRequest, num_states: int) -> LedgerItem:
+def _states_item(shape: ModelShape, request: MemoryRequest, kept: KeptStates) -> LedgerItem:
     one = state_bytes(shape, request)
-    note = f"{request.workers} live, {num_states} kept, {mebibytes(one)} each"
-    return LedgerItem("states", (request.workers + num_states) * one, note)
+    note = f"{request.workers} live, {kept.num_exact} kept, {mebibytes(one)} each"
+    if kept.num_small:
+        note += f"; {kept.num_small} in 8 bits, {mebibytes(small_state_bytes(shape, request))} each"
+    return LedgerItem("states", request.workers * one + _kept_bytes(shape, request, kept), note)
 
 
-def _notes(
-    shape: ModelShape, request: MemoryRequest, context: int, num_tokens: int, num_states: int | None
-) -> tuple[str, ...]:
+def _notes(shape: ModelShape, request: MemoryRequest, context: int, num_tokens: int) -> tuple[str, ...]:
     notes = []
     if request.context is not None and request.context > shape.context_length:
         notes.append(f"context is {context:,}, the model's, not the {request.context:,} asked for")
@@ -268,9 +256,19 @@ def _notes(
     if request.pool_tokens is None and num_tokens < 2 * request.workers * context:
         usual = 2 * request.workers * context
         notes.append(f"the pool is {num_tokens:,} tokens, not the usual {usual:,}: fewer prefixes are kept")
-    usual_states = _USUAL_STATES * request.workers
-    if num_states is not None and request.states is None and num_states < usual_states:
-        notes.append(f"{num_states} states are kept, not the usual {usual_states}: fewer prefixes are found")
+    return tuple(notes)
+
+
+def _state_notes(shape: ModelShape, request: MemoryRequest, kept: KeptStates) -> tuple[str, ...]:
+    if shape.delta is None:
+        return ()
+    notes = []
+    usual = _USUAL_STATES * request.workers
+    if request.states is None and kept.num_exact < usual:
+        notes.append(f"{kept.num_exact} states are kept, not the usual {usual}: fewer prefixes are found")
+    is_usual = request.small_states is None and request.kv_bits == "8"
+    if is_usual and kept.num_small < kept.num_exact:
+        notes.append(f"{kept.num_small} states are kept in 8 bits, not the usual {kept.num_exact}")
     return tuple(notes)
 
 
@@ -281,7 +279,7 @@ def _whole_pages(num_tokens: int) -> int:
 def _explanation(shape: ModelShape, request: MemoryRequest, limit_bytes: int) -> str:
     fixed = [item for item in _fixed(shape, request) if item.num_bytes]
     if shape.delta is not None:
-        fixed.insert(1, _states_item(shape, request, _num_states(shape, request, limit_bytes)))
+        fixed.insert(1, _states_item(shape, request, _kept_states(shape, request, limit_bytes)))
     per_token = kv_bytes_per_token(shape, request)
     context = min(request.context or _SMALLEST_CONTEXT, shape.context_length)
     num_tokens = request.pool_tokens or context
@@ -334,13 +332,30 @@ def _smaller(shape: ModelShape, request: MemoryRequest, limit_bytes: int, words:
 def _fewer_states(
     shape: ModelShape, request: MemoryRequest, limit_bytes: int, *, is_last_hope: bool
 ) -> list[str]:
-    """The number that the ledger would choose, with a smaller pool too where nothing else helped."""
-    if shape.delta is None or not request.states:
+    """The numbers that the ledger would choose, with a smaller pool too where nothing else helped."""
+    asked: list[tuple[str, ...]] = [("small_states",), ("states",), ("states", "small_states")]
+    asked = [names for names in asked if shape.delta and all(getattr(request, name) for name in names)]
+    for names in asked:
+        fewer = _with_usual(shape, request, limit_bytes, names, request)
+        if _plan(shape, fewer, limit_bytes) is not None:
+            return [_flags(fewer, names)]
+    if not asked or not is_last_hope:
         return []
-    usual = dataclasses.replace(request, states=None)
-    if _plan(shape, usual, limit_bytes) is not None:
-        return [f"--states {_num_states(shape, usual, limit_bytes)}"]
-    free = dataclasses.replace(usual, context=None, pool_tokens=None)
-    num_states = _num_states(shape, free, limit_bytes)
-    fewer = dataclasses.replace(request, states=num_states)
-    return _smaller(shape, fewer, limit_bytes, f"--states {num_states} ") if is_last_hope else []
+    free = dataclasses.replace(request, context=None, pool_tokens=None)
+    fewer = _with_usual(shape, request, limit_bytes, asked[-1], free)
+    return _smaller(shape, fewer, limit_bytes, f"{_flags(fewer, asked[-1])} ")
+
+
+def _with_usual(
+    shape: ModelShape, request: MemoryRequest, limit_bytes: int, names: tuple[str, ...], among: MemoryRequest
+) -> MemoryRequest:
+    """The request with the named numbers of states as the ledger would choose them among other settings."""
+    usual: dict[str, Any] = dict.fromkeys(names)
+    kept = _kept_states(shape, dataclasses.replace(among, **usual), limit_bytes)
+    numbers = {"states": kept.num_exact, "small_states": kept.num_small}
+    chosen: dict[str, Any] = {name: numbers[name] for name in names}
+    return dataclasses.replace(request, **chosen)
+
+
+def _flags(request: MemoryRequest, names: tuple[str, ...]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {getattr(request, name)}" for name in names)

@@ -294,8 +294,10 @@ class StateFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: str
     bytes_per_state: int
-    num_states: int  # checkpoint rows; each worker has one live state besides
-    total_bytes: int  # checkpoint rows and live states
+    num_states: int  # exact checkpoint rows; each worker has one live state besides
+    bytes_per_small_state: int = 0
+    num_small_states: int = 0  # checkpoint rows that hold a state in 8 bits
+    total_bytes: int  # all checkpoint rows and live states
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,7 +338,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     num_preempted: int = 0  # turns that gave their pages back and wait again
     num_free_states: int = 0
-    num_checkpoints: int = 0
+    num_free_small_states: int = 0
+    num_checkpoints: int = 0  # in exact and small rows
     num_restored: int = 0  # turns that went on from a checkpoint at a position above 0
     num_evicted_states: int = 0
     num_pinned_pages: int = 0

@@ -171,7 +171,12 @@ def _make_states(settings: EngineSettings, mixers: Mixers, ledger: Ledger, dtype
         hidden_size=delta.hidden_size,
         dtype=dtype,
     )
-    return States(layout, num_workers=settings.workers, num_rows=ledger.num_states or 0)
+    return States(
+        layout,
+        num_workers=settings.workers,
+        num_rows=ledger.num_states or 0,
+        num_small_rows=ledger.num_small_states,
+    )
 
 
 def _kv_facts(pools: Pools) -> KVFacts:
@@ -189,6 +194,8 @@ def _state_facts(states: States) -> StateFacts:
         dtype=states.dtype_name,
         bytes_per_state=states.bytes_per_state,
         num_states=states.num_rows,
+        bytes_per_small_state=states.bytes_per_small_state,
+        num_small_states=states.num_small_rows,
         total_bytes=states.nbytes,
     )
 

@@ -81,6 +81,7 @@ def load_parts(settings: EngineSettings) -> Parts:
         loaded.kv.num_pages,
         keep_prefixes=settings.kvcache.prefix_cache,
         num_states=loaded.ledger.num_states,
+        num_small_states=loaded.ledger.num_small_states,
     )
     engine = Engine(
         loaded.runner,
@@ -119,8 +120,13 @@ def describe(loaded: Loaded, settings: EngineSettings, *, blas: str, step_second
 
 def _in_force(loaded: Loaded, settings: EngineSettings, step_seconds: float) -> dict[str, Any]:
     pool_tokens = loaded.kv.num_pages * loaded.kv.page_tokens
-    states = loaded.ledger.num_states
-    cache: KVCacheSettings = msgspec.structs.replace(settings.kvcache, pool_tokens=pool_tokens, states=states)
+    is_hybrid = loaded.ledger.num_states is not None
+    cache: KVCacheSettings = msgspec.structs.replace(
+        settings.kvcache,
+        pool_tokens=pool_tokens,
+        states=loaded.ledger.num_states,
+        small_states=loaded.ledger.num_small_states if is_hybrid else None,
+    )
     effective = msgspec.structs.replace(
         settings,
         model=loaded.model_id,

@@ -103,12 +103,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
                     "bits": "kv-bits",
                     "pool_tokens": "pool-tokens",
                     "states": "states",
+                    "small_states": "small-states",
                     "prefix_cache": "prefix-cache",
                 },
                 "variables": {
                     "bits": "TETRARCH_KV_BITS",
                     "pool_tokens": "TETRARCH_POOL_TOKENS",
                     "states": "TETRARCH_STATES",
+                    "small_states": "TETRARCH_SMALL_STATES",
                 },
             }
         ),

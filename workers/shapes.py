@@ -9,7 +9,7 @@ from typing import Any
 from .architectures import ARCHITECTURES, is_attention_layer, is_sparse_layer
 from .parameters import num_parameters
 
-_STATE_BYTES = 4  # of one value of a recurrent matrix: always fp32
+_STATE_BYTES = 4  # of one value of a recurrent matrix: always fp32, as is a small state's scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,19 @@ class DeltaShape:
 
     def state_bytes(self, compute_bytes: int) -> int:
         """One state of all layers: recurrent matrices in fp32, convolution windows in the compute dtype."""
-        recurrent = self.values * self.key_head_dim * _STATE_BYTES
-        window = (self.kernel_tokens - 1) * self.channels * compute_bytes
-        return self.num_layers * (recurrent + window)
+        return self.num_layers * (self._matrix_values * _STATE_BYTES + self._window_bytes(compute_bytes))
+
+    def small_state_bytes(self, compute_bytes: int) -> int:
+        """The same with matrices in 8 bits and one scale for each head and key channel."""
+        scales = self.num_value_heads * self.key_head_dim * _STATE_BYTES
+        return self.num_layers * (self._matrix_values + scales + self._window_bytes(compute_bytes))
+
+    @property
+    def _matrix_values(self) -> int:
+        return self.values * self.key_head_dim
+
+    def _window_bytes(self, compute_bytes: int) -> int:
+        return (self.kernel_tokens - 1) * self.channels * compute_bytes
 
 
 @dataclass(frozen=True, slots=True)

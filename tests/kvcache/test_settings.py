@@ -29,6 +29,12 @@ def test_without_a_prefix_cache_no_states_are_kept() -> None:
         KVCacheSettings(states=-1, prefix_cache=False)
 
 
+def test_no_small_states_are_a_choice_and_fewer_are_refused() -> None:
+    assert KVCacheSettings(small_states=0).small_states == 0
+    with pytest.raises(ValueError, match="small_states is -1: use 0 or more"):
+        KVCacheSettings(small_states=-1)
+
+
 def test_unknown_bits_are_refused() -> None:
     with pytest.raises(ValueError, match="bits is '4': use '8'"):
         KVCacheSettings(bits="4")  # type: ignore[arg-type]

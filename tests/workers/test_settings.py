@@ -32,9 +32,10 @@ def test_the_flags_of_the_command() -> None:
     settings = parse(
         *("--model", "folder", "--workers", "2", "--context", "4096", "--kv-bits", "native"),
         *("--pool-tokens", "9000", "--no-prefix-cache", "--weights", "fp32", "--engine-id", "left"),
-        *("--states", "12", "--memory", "96GB"),
+        *("--states", "12", "--small-states", "0", "--memory", "96GB"),
     )
-    assert (settings.kvcache.states, settings.memory_bytes) == (12, 96 * 2**30)
+    assert (settings.kvcache.states, settings.kvcache.small_states) == (12, 0)
+    assert settings.memory_bytes == 96 * 2**30
     assert (settings.model, settings.workers, settings.context) == ("folder", 2, 4096)
     assert (settings.kvcache.bits, settings.kvcache.pool_tokens) == ("native", 9000)
     assert (settings.kvcache.prefix_cache, settings.weights, settings.engine_id) == (False, "fp32", "left")
@@ -62,13 +63,15 @@ def test_the_names_that_a_user_would_try_first(monkeypatch: pytest.MonkeyPatch) 
         ("POOL_TOKENS", "640"),
         ("WEIGHTS", "fp32"),
         ("STATES", "5"),
+        ("SMALL_STATES", "6"),
         ("MEMORY", "2 GiB"),
     ):
         monkeypatch.setenv(f"TETRARCH_{name}", value)
     settings = parse()
     assert (settings.workers, settings.context, settings.weights) == (8, 4096, "fp32")
     assert (settings.kvcache.bits, settings.kvcache.pool_tokens) == ("native", 640)
-    assert (settings.kvcache.states, settings.memory_bytes) == (5, 2**31)
+    assert (settings.kvcache.states, settings.kvcache.small_states) == (5, 6)
+    assert settings.memory_bytes == 2**31
     assert parse("--workers", "2").workers == 2
 
 
@@ -128,6 +131,7 @@ def test_the_report_shows_no_password() -> None:
         "bits": "8",
         "pool_tokens": None,
         "states": None,
+        "small_states": None,
         "prefix_cache": True,
         "shared_reads": True,
     }
