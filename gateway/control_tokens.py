@@ -5,6 +5,7 @@ Pure text work: knows no tokenizer, only what its added tokens are.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ class Marks:
     def absent_from(cls, texts: Iterable[str]) -> Marks:
         """A pair that none of the texts holds, neither raw nor as a JSON escape."""
         held = list(texts)
-        points = [p for p in _MARK_POINTS if not any(p in text or _json_escape(p) in text for text in held)]
+        absent = (p for p in _MARK_POINTS if not any(p in text or _json_escape(p) in text for text in held))
+        points = list(itertools.islice(absent, 2))
         if len(points) < 2:
             raise InvalidField("messages", "The text uses all of U+FDD0 to U+FDEF, which are no characters.")
         return cls(points[0], points[1])
