@@ -98,12 +98,16 @@ class Prompts:
         except (UnicodeEncodeError, RecursionError) as error:
             problem = "are nested too deep" if isinstance(error, RecursionError) else "hold what is not UTF-8"
             raise InvalidField("messages", f"The messages {problem}.") from None
-        frame = layout.frame
+        system_end = layout.frame.system_end(encoded.keys)
+        if all(span.control_id is not None for span in layout.spans[:system_end]):
+            system_end = (
+                0  # what opens any prompt is no system part: a checkpoint there would be one of nothing
+            )
         return EncodedPrompt(
             b"".join(encoded.parts),
             encoded.place,
-            system_tokens=encoded.num_tokens(0, frame.system_end(encoded.keys)),
-            turn_tokens=encoded.num_tokens(0, frame.turn_end(encoded.keys)),
+            system_tokens=encoded.num_tokens(0, system_end),
+            turn_tokens=encoded.num_tokens(0, layout.frame.turn_end(encoded.keys)),
         )
 
     def _lay_out(self, conversation: Conversation, max_tokens: int, scope: bytes) -> _Layout:

@@ -55,7 +55,9 @@ def test_the_system_part_ends_where_prompts_of_other_users_part(
     for messages in ([*system, USER], [*system, USER, ANSWER, AGAIN]):
         prompt = encode(prompts, messages, tools=tools)
         ids = list(unpack_token_ids(prompt.token_ids))
-        assert 0 < prompt.system_tokens <= common
+        has_system = bool(system or tools or name != "qwen")  # the others write one of their own
+        assert has_system == (prompt.system_tokens > 0)
+        assert prompt.system_tokens <= common
         # Exact up to the words that open the next message ("user\n"): they may join the user's own.
         opening = prompts.tokenizer.decode(ids[prompt.system_tokens : common])
         assert prompts.tokenizer.control.hard_pattern.sub("", opening).strip() in ("", "user")
@@ -97,6 +99,11 @@ def test_a_generation_prompt_that_depends_on_variables_is_seen() -> None:
 
 def test_a_template_without_a_generation_prompt_has_the_whole_prompt() -> None:
     assert encode(prompts_of(MISTRAL), [USER]).turn_tokens == 0
+
+
+def test_a_system_text_inside_the_users_span_is_not_told() -> None:
+    template = "<|im_start|>{% for message in messages %}{{ message['content'] }}\n{% endfor %}<|im_end|>"
+    assert encode(prompts_of(template), [SYSTEM, USER]).system_tokens == 0
 
 
 def test_a_generation_prompt_inside_a_span_is_not_told() -> None:
