@@ -203,6 +203,6 @@ def test_arrivals_in_any_order_never_put_two_live_turns_on_one_agent(data: st.Da
 def test_a_long_prompt_takes_milliseconds() -> None:
     lineage = Lineage(time.monotonic)
     prompt = PromptShape.of(random.Random(2).randbytes(4 * 131_072), 500, 131_000)
-    started = time.perf_counter()
+    started = time.process_time()
     lineage.join(REALM, Names(), prompt)
-    assert time.perf_counter() - started < 0.1
+    assert time.process_time() - started < 0.1

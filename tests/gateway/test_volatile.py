@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -88,6 +89,9 @@ def test_all_else_stays_as_it_came(messages: list[dict[str, Any]]) -> None:
     assert not found.counts
 
 
-def test_a_hostile_head_takes_no_time() -> None:
+def test_a_hostile_text_takes_no_time() -> None:
+    started = time.process_time()
     normalise([system("x-anthropic-billing-header:" + " cch=" * 200_000)])
     normalise([system("<total_tokens>" * 100_000), system("<system_warning>Token usage: 1/1; " * 50_000)])
+    normalise([system("<total_tokens>5 tokens left</total_tokens>" + " \n" * 200_000 + "x")])
+    assert time.process_time() - started < 2
