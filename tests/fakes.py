@@ -149,8 +149,9 @@ class BrokenPlan(BaseException):
 class FakeRunner:
     """Evaluates plans over simulated page memory; time passes on the clock by rows.
 
-    With `num_states` it is a hybrid: each worker has a live state, and there are checkpoint rows. A state
-    that is not exactly the one of the tokens before a segment fails an assertion.
+    With `num_states` it is a hybrid: each worker has a live state, and there are checkpoint rows, after them
+    `num_small_states` small ones. A state that is not exactly the one of the tokens before a segment fails an
+    assertion, and so does a read of a row that a state has left.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class FakeRunner:
         page_tokens: int,
         model: FakeModel | None = None,
         num_states: int | None = None,
+        num_small_states: int = 0,
     ) -> None:
         self.model = model or FakeModel()
         self.plans: list[StepPlan] = []
@@ -172,11 +174,13 @@ class FakeRunner:
         self.fail_next: Exception | None = None
         self.num_rebuilds = 0
         self.num_restored = 0  # from a position above 0
+        self.num_restored_small = 0  # of these, from a small row
         self.keeps_plans = True
         self._clock = clock
         self._page_tokens = page_tokens
         self._num_pages = num_pages
         self._num_states = num_states
+        self._num_small_states = num_small_states
         self.rebuild()
         self.num_rebuilds = 0
 
@@ -184,7 +188,9 @@ class FakeRunner:
         self.num_rebuilds += 1
         self._rows = [[GARBAGE] * self._page_tokens for _ in range(self._num_pages)]
         self._live: dict[int, FakeState | None] = {}  # by worker; None: garbage
-        self._checkpoints: list[FakeState | None] = [None] * (self._num_states or 0)
+        self._checkpoints: list[FakeState | None] = [None] * (
+            (self._num_states or 0) + self._num_small_states
+        )
 
     def run(self, plan: StepPlan) -> StepResult:
         if self.keeps_plans:
@@ -214,7 +220,14 @@ class FakeRunner:
         return seconds
 
     def _prepare(self, plan: StepPlan) -> None:
-        """Saves of those who left, page copies, restores."""
+        """Demotions, saves of those who left, page copies, restores."""
+        for move in plan.demotions:
+            assert self._is_exact(move.source) and not self._is_exact(move.target), (
+                "a move in the wrong direction"
+            )
+            moved, self._checkpoints[move.source] = self._checkpoints[move.source], None
+            assert moved is not None, "a row without a state is to be moved"
+            self._checkpoints[move.target] = moved
         for save in plan.saves_before:
             left = self._live[save.worker]
             assert left is not None, "the state that is to be saved is garbage"
@@ -225,7 +238,12 @@ class FakeRunner:
             state = ZERO_STATE if restore.row is None else self._checkpoints[restore.row]
             assert state is not None, "a checkpoint row that was never saved is restored"
             self._live[restore.worker] = state
-            self.num_restored += restore.row is not None and state.position > 0
+            if restore.row is not None and state.position > 0:
+                self.num_restored += 1
+                self.num_restored_small += not self._is_exact(restore.row)
+
+    def _is_exact(self, row: int) -> bool:
+        return self._num_states is not None and row < self._num_states
 
     def _check(self, plan: StepPlan) -> None:
         written = [
@@ -240,6 +258,9 @@ class FakeRunner:
         saved = [segment.save for segment in plan.segments if segment.save is not None]
         saved += [save.row for save in plan.saves_before]
         assert len(saved) == len(set(saved)) and not set(saved) & set(rows), "a checkpoint row has two uses"
+        assert all(self._is_exact(row) for row in saved), "a state is saved into a small row"
+        targets = [move.target for move in plan.demotions]
+        assert len(targets) == len(set(targets)), "two states move to one row"
         assert len({restore.worker for restore in plan.restores}) == len(plan.restores)
         for segment in plan.segments:
             self._check_state(segment)

@@ -112,9 +112,16 @@ class Engines(RuleBasedStateMachine):
         max_rows=st.sampled_from([3, 8, 64]),
         keep_prefixes=st.sampled_from([True, True, True, False]),
         num_states=st.sampled_from([None, 0, 1, 2, 4, 4, 16]),
+        num_small_states=st.sampled_from([0, 1, 3, 16]),
     )
     def start(
-        self, num_pages: int, num_workers: int, max_rows: int, keep_prefixes: bool, num_states: int | None
+        self,
+        num_pages: int,
+        num_workers: int,
+        max_rows: int,
+        keep_prefixes: bool,
+        num_states: int | None,
+        num_small_states: int,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         for module, name, value in SMALL:
@@ -123,10 +130,19 @@ class Engines(RuleBasedStateMachine):
         self.model = FakeModel(b"ab\xc3\xa9c", end_every=30)
         clock = FakeClock()
         self.runner = FakeRunner(
-            num_pages, clock, page_tokens=PAGE_TOKENS, model=self.model, num_states=num_states
+            num_pages,
+            clock,
+            page_tokens=PAGE_TOKENS,
+            model=self.model,
+            num_states=num_states,
+            num_small_states=num_small_states,
         )
         self.cache = FaultyCache(
-            num_pages, page_tokens=PAGE_TOKENS, keep_prefixes=keep_prefixes, num_states=num_states
+            num_pages,
+            page_tokens=PAGE_TOKENS,
+            keep_prefixes=keep_prefixes,
+            num_states=num_states,
+            num_small_states=num_small_states,
         )
         self.engine = Engine(
             self.runner,

@@ -35,6 +35,7 @@ class Bench:
     context_length: int = 256
     num_workers: int = 4
     num_states: int | None = None
+    num_small_states: int = 0
     page_tokens: int = PAGE_TOKENS
     line: LineRules | None = None
     drafter: Drafter | None = None
@@ -43,13 +44,19 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.clock = FakeClock()
-        self.cache = Cache(self.num_pages, page_tokens=self.page_tokens, num_states=self.num_states)
+        self.cache = Cache(
+            self.num_pages,
+            page_tokens=self.page_tokens,
+            num_states=self.num_states,
+            num_small_states=self.num_small_states,
+        )
         self.runner = FakeRunner(
             self.num_pages,
             self.clock,
             page_tokens=self.page_tokens,
             model=self.model,
             num_states=self.num_states,
+            num_small_states=self.num_small_states,
         )
         self.rules = fake_rules(context_length=self.context_length)
         self.engine = Engine(
