@@ -5,6 +5,7 @@ Pure: knows the bus's words and OpenAI's shapes; knows neither sockets nor SSE.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from workers.messages import (
 )
 
 from .errors import GatewayError, TurnFailed
+from .parsing import Arguments, Call, CallBegun, Content, Part, Reader, Reading, Reasoning, Said, joined
 from .tokenizer import unpack_token_ids
 
 LEAST_LOGPROB = -9999.0
@@ -45,6 +47,7 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     include_usage: bool = False
     logprobs: bool = False
     tenant: str = ""
+    reading: Reading = Reading()  # how a chat's text is taken apart
 
 
 _decode_shape = msgspec.msgpack.Decoder(AnswerShape).decode
@@ -61,6 +64,8 @@ class Answer:
         self.num_processed = 0  # prompt tokens so far, cached ones included
         self.turn_end: TurnEnd | None = None
         self.ended = False
+        self.said = Said()
+        self._reader = Reader(self.shape.reading)
         self._texts: list[str] = []
         self._logprobs: list[ChosenLogprob] = []
         self._num_chars = 0  # offset of the next token in a text completion's logprobs
@@ -79,6 +84,7 @@ class Answer:
             case Accepted():
                 self.accepted = event
                 self.shape = _decode_shape(event.request)
+                self._reader = Reader(self.shape.reading)
                 return [self._chunk({"role": "assistant", "content": ""})] if self._is_chat else []
             case Dispatched():
                 self.turn_end = None  # a new attempt after a lost engine
@@ -115,11 +121,11 @@ class Answer:
         assert isinstance(self.turn_end, Finished)
         choice: Chunk = {"index": 0}
         if self._is_chat:
-            choice["message"] = {"role": "assistant", "content": self.text}
+            choice["message"] = self._message()
         else:
             choice["text"] = self.text
         choice["logprobs"] = self._logprob_body(self._logprobs) if self.shape.logprobs else None
-        choice["finish_reason"] = self.turn_end.reason
+        choice["finish_reason"] = self._finish_reason(self.turn_end)
         kind = "chat.completion" if self._is_chat else "text_completion"
         return self._envelope(kind, [choice], usage_body(self.turn_end.usage))
 
@@ -139,13 +145,62 @@ class Answer:
         self.token_ids.extend(unpack_token_ids(event.token_ids))
         self._texts.append(event.text)
         self._logprobs.extend(event.logprobs)
-        if not event.text and not event.logprobs:
-            return []
+        parts = self._reader.feed(event.text) if self._is_chat else [Content(event.text)]
+        deltas = self._deltas(parts) or [{"content": ""}]
         logprobs = self._logprob_body(event.logprobs) if self.shape.logprobs else None
-        return [self._chunk({"content": event.text}, logprobs=logprobs)]
+        if deltas == [{"content": ""}] and not event.logprobs:
+            return []
+        first = self._chunk(deltas[0], logprobs=logprobs)
+        return [first, *(self._chunk(delta) for delta in deltas[1:])]
+
+    def _deltas(self, parts: Sequence[Part]) -> list[Chunk]:
+        """What a stream sends for further parts of a turn."""
+        deltas: list[Chunk] = []
+        for part in joined(parts):
+            self.said.add([part])
+            index = len(self.said.calls) - 1
+            match part:
+                case Reasoning(text):
+                    deltas.append({"reasoning_content": text})
+                case Content(text):
+                    deltas.append({"content": text})
+                case CallBegun(name):
+                    deltas.append({"tool_calls": [{"index": index, **self._call_body(index, Call(name))}]})
+                case Arguments(text):
+                    deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+        return deltas
+
+    def _message(self) -> Chunk:
+        said = self.said
+        message: Chunk = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["tool_calls"] = [self._call_body(index, call) for index, call in enumerate(said.calls)]
+        return message
+
+    def _call_body(self, index: int, call: Call) -> Chunk:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": self._call_id(index), "type": "function", "function": function}
+
+    def _call_id(self, index: int) -> str:
+        """The same at each replay of the run. Mistral's templates refuse any but nine letters and digits."""
+        digest = hashlib.blake2b(f"{self.run_id}/{index}".encode(), digest_size=12).hexdigest()
+        return digest[:9] if self.shape.reading.calls == "mistral" else f"call_{digest}"
+
+    def _finish_reason(self, end: Finished) -> str:
+        """An answer that ends within a call is cut short, by whatever: the call is not whole."""
+        calls = self.said.calls
+        if end.reason != "stop" or not calls:
+            return end.reason
+        if not calls[-1].is_over:
+            return "length"
+        return "tool_calls" if any(call.is_whole for call in calls) else end.reason
 
     def _finish_chunks(self, end: Finished) -> list[Chunk]:
-        chunks = [self._chunk({}, finish_reason=end.reason)]
+        deltas = self._deltas(self._reader.end()) if self._is_chat else []
+        chunks = [self._chunk(delta) for delta in deltas]
+        chunks.append(self._chunk({}, finish_reason=self._finish_reason(end)))
         if self.shape.include_usage:
             chunks.append(self._envelope(self._chunk_kind, [], usage_body(end.usage)))
         return chunks

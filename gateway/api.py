@@ -142,10 +142,17 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     response_format: ResponseFormat | None = None
     raw_messages: list[dict[str, Any]] = []
     raw_tools: list[dict[str, Any]] | None = None
+
+    @property
+    def tools_in_use(self) -> list[dict[str, Any]] | None:
+        """What the template gets of the tools; None where there are none, or where none may be called."""
+        return None if self.tool_choice == "none" else self.raw_tools or None
 
 
 class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
@@ -199,6 +206,8 @@ REMEDIES = {
     "explain": "true or false",
     "top_logprobs": "a whole number from 0 to 20, with logprobs true",
     "tools": "a list of {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}",
+    "tool_choice": "'auto' or 'none': a call cannot be forced yet, so ask for it in the prompt",
+    "parallel_tool_calls": "true or false",
     "tool_calls": "a list of {'id': ..., 'function': {'name': ..., 'arguments': ...}}",
     "chat_template_kwargs": "an object with the template's variables, except messages and tools",
     "response_format": "{'type': 'text'}: structured output is not supported yet",
@@ -221,6 +230,8 @@ def parse_chat(body: bytes) -> ChatRequest:
     _check_common(request, fields)
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_field("top_logprobs", request.top_logprobs)
+    if request.tool_choice not in ("auto", "none"):
+        raise bad_field("tool_choice", request.tool_choice)
     for name in ("messages", "tools"):
         if name in request.chat_template_kwargs:
             raise bad_field("chat_template_kwargs", name)

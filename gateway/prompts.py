@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+from msgspec import structs
 
 from workers.messages import TokenizerBundle
 
 from .boundaries import PROBE, Frame, Frames
 from .control_tokens import Marks
 from .errors import GatewayError, InvalidField, shorten
+from .parsing import Reading, call_format, parameter_types, thinking_tags
 from .template import BrokenTemplate, compiled, strftime_now
 from .tokenizer import AnswerPlace, PromptTokenizer, Span, span_keys
-from .written import WrittenCalls
+from .written import WrittenCalls, restore
 
 INLINE_RENDER_CHARS = 32_768
 """A bigger conversation is marked and rendered in a thread."""
@@ -60,6 +62,7 @@ class EncodedPrompt:
     place: AnswerPlace
     system_tokens: int = 0
     turn_tokens: int = 0
+    is_thinking: bool = False  # it ends in an open thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,8 @@ class Prompts:
         self._is_dated = "strftime_now" in bundle.chat_template
         self._frames = Frames()
         self._written = WrittenCalls()
+        self._call_format = call_format(bundle.chat_template)
+        self._thinking = thinking_tags(bundle.chat_template)
 
     async def encode(
         self, conversation: Conversation, *, max_tokens: int, scope: bytes = b""
@@ -108,18 +113,42 @@ class Prompts:
             encoded.place,
             system_tokens=encoded.num_tokens(0, system_end),
             turn_tokens=encoded.num_tokens(0, layout.frame.turn_end(encoded.keys)),
+            is_thinking=self._thinking is not None and _ends_in(self._thinking[0], layout.spans),
+        )
+
+    def reading(
+        self,
+        prompt: EncodedPrompt,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        only_first_call: bool = False,
+    ) -> Reading:
+        """How the answer to a prompt is to be read; without `tools` calls are not looked for."""
+        types = parameter_types(tools or ())
+        return Reading(
+            calls=self._call_format if tools else None,
+            thinking=self._thinking,
+            is_thinking=prompt.is_thinking,
+            only_first_call=only_first_call,
+            tools=types if self._call_format == "xml" else {name: {} for name in types},
         )
 
     def _lay_out(self, conversation: Conversation, max_tokens: int, scope: bytes) -> _Layout:
         spans = self._spans(conversation, max_tokens)
         frame = self._frame(conversation) if self.tokenizer.by_span else Frame()
-        restored = self._written.restore(conversation.messages, scope=scope)
-        if restored is not None:
+        answers = self._written.remembered(conversation.messages, scope=scope)
+        for _ in range(2):
+            restored = restore(conversation.messages, answers)
+            if restored is None:
+                break
             as_written = Conversation(restored.messages, conversation.tools, conversation.variables)
             with contextlib.suppress(InvalidField):
                 written = self._spans(as_written, max_tokens)
                 if _differ_only_in(restored.spans, spans, written):
-                    spans = written
+                    return _Layout(written, frame)
+                # Templates leave old thoughts out: those answers are encoded as the caller sends them.
+                texts = {span.text for span in written}
+                answers = {index: answer for index, answer in answers.items() if answer.span in texts}
         return _Layout(spans, frame)
 
     def _spans(self, conversation: Conversation, max_tokens: int) -> list[Span]:
@@ -172,13 +201,25 @@ class Prompts:
                 raise
         return Rendered(self._fill(spelled_out), marks)
 
-    def learn(self, place: AnswerPlace, token_ids: Sequence[int], text: str, *, scope: bytes = b"") -> None:
+    def learn(
+        self,
+        place: AnswerPlace,
+        token_ids: Sequence[int],
+        text: str,
+        *,
+        reading: Reading | None = None,
+        scope: bytes = b"",
+    ) -> None:
         """An answer is encoded as the model wrote it when it comes back as history in the same scope, its
-        tool calls also when they come back taken apart.
+        tool calls also when they come back taken apart as `reading` (None: as usual for this model) tells.
         """
         self.tokenizer.learn(place, token_ids, text, scope=scope)
         if self.tokenizer.by_span:
-            self._written.learn(place.prefix, text, scope=scope)
+            if reading is None:
+                is_open = self._thinking is not None and place.prefix.rstrip().endswith(self._thinking[0])
+                reading = Reading(thinking=self._thinking, is_thinking=is_open)
+            reading = structs.replace(reading, calls=self._call_format)
+            self._written.learn(place.prefix, text, reading, scope=scope)
 
     def _fill(self, conversation: Conversation) -> str:
         assert isinstance(self._template, jinja2.Template)
@@ -251,6 +292,12 @@ def _differ_only_in(texts: Container[str], spans: Sequence[Span], others: Sequen
     """Whether both are the same but for whole spans that read one of the texts in `others`."""
     pairs = zip(spans, others, strict=False)
     return len(spans) == len(others) and all(one == other or other.text in texts for one, other in pairs)
+
+
+def _ends_in(literal: str, spans: Sequence[Span]) -> bool:
+    """Whether the template, and no caller, wrote the literal as the last words of a prompt."""
+    last = next((span for span in reversed(spans) if not span.text.isspace()), None)
+    return last is not None and not last.is_literal and last.text.rstrip().endswith(literal)
 
 
 def _is_system(message: Message) -> bool:

@@ -42,7 +42,8 @@ class Prepared:
     def learn(self, answer: Answer) -> None:
         """The agent's next prompt holds this answer as text: its ids shall be those in the cache."""
         if self.place is not None and isinstance(answer.turn_end, Finished):
-            self.prompts.learn(self.place, answer.token_ids, answer.text, scope=self.scope)
+            reading = answer.shape.reading
+            self.prompts.learn(self.place, answer.token_ids, answer.text, reading=reading, scope=self.scope)
 
 
 def find_engine(directory: Directory, model: str | None) -> EngineView:
@@ -68,7 +69,8 @@ async def prepare_chat(
     if library.normalises:
         messages = _normalise(messages)
     prompts = await library.get(engine.info.digest, engine.tokenizer)
-    conversation = Conversation(messages, request.raw_tools or None, request.chat_template_kwargs)
+    tools = request.tools_in_use
+    conversation = Conversation(messages, tools, request.chat_template_kwargs)
     prompt = await prompts.encode(conversation, max_tokens=engine.info.context_length, scope=caller.scope)
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     shape = AnswerShape(
@@ -77,6 +79,7 @@ async def prepare_chat(
         include_usage=request.include_usage,
         logprobs=request.logprobs,
         tenant=caller.tenant,
+        reading=prompts.reading(prompt, tools, only_first_call=not request.parallel_tool_calls),
     )
     order = _order(request, caller, engine, prompt.token_ids, top_logprobs, shape)
     order = replace(order, system_tokens=prompt.system_tokens, turn_tokens=prompt.turn_tokens)

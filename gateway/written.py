@@ -1,21 +1,21 @@
 """Tool calls as the model wrote them: a client that takes an answer apart and sends it back as `tool_calls`,
 its keys in another order maybe, means the text that was generated.
 
-Pure: knows the common JSON form of calls, no tokens and no template.
+Its thinking may be sent back or not: it is the same answer. Pure: knows no tokens and no template.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+
+from .parsing import CallBegun, Content, Reader, Reading, Said
 
 MAX_CHARS = 16 << 20
 """Of all remembered answers together."""
@@ -23,11 +23,10 @@ MAX_CHARS = 16 << 20
 MAX_TEXT_CHARS = 65_536
 """A longer answer with calls is not remembered."""
 
-_OPENING = re.compile(r"\s*<tool_call>\s*(?=\{)")
-_CLOSING = re.compile(r"\s*</tool_call>")
-_find_end = json.JSONDecoder().raw_decode
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_TAKEN_APART = ("tool_calls", *_REASONING_NAMES)
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
+_decode = msgspec.json.Decoder().decode
 
 Message = dict[str, Any]
 
@@ -43,12 +42,21 @@ class Restored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Written:
+    """A remembered answer. `opening`: the prompt's last words that belong to it, an opened thought."""
+
     prefix: str
     text: str
+    opening: str = ""
+
+    @property
+    def span(self) -> str:
+        """Its whole span in a prompt."""
+        return self.prefix + self.text
 
     @property
     def num_chars(self) -> int:
+        """What it costs to remember."""
         return len(self.prefix) + len(self.text)
 
 
@@ -60,79 +68,76 @@ class WrittenCalls:
     def __init__(self, max_chars: int = MAX_CHARS) -> None:
         self._max_chars = max_chars
         self._num_chars = 0
-        self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
+        self._answers: OrderedDict[bytes, Written] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def learn(self, prefix: str, text: str, *, scope: bytes) -> None:
+    def learn(self, prefix: str, text: str, reading: Reading, *, scope: bytes) -> None:
         """An answer of this scope; `prefix` is the prompt's plain text that it continues."""
-        answer = _Answer(prefix, text)
-        said = _take_apart(text) if answer.num_chars <= MAX_TEXT_CHARS else None
+        tag = reading.thinking[0] if reading.thinking is not None and reading.is_thinking else ""
+        answer = Written(prefix, text, prefix[prefix.rfind(tag) :] if tag else "")
+        is_kept = answer.num_chars <= MAX_TEXT_CHARS and tag in prefix
+        said = _take_apart(text, reading) if is_kept else None
         if said is None:
             return
+        calls = [_call({"name": call.name, "arguments": _decode(call.arguments)}) for call in said.calls]
         with self._lock:
-            self._put(_digest(scope, *said), answer)
+            for reasoning in {"", said.reasoning}:
+                self._put(_digest(scope, reasoning, said.content, calls), answer)
 
-    def _put(self, key: bytes, answer: _Answer) -> None:
+    def _put(self, key: bytes, answer: Written) -> None:
         previous = self._answers.pop(key, None)
         self._num_chars += answer.num_chars - (previous.num_chars if previous is not None else 0)
         self._answers[key] = answer
         while self._num_chars > self._max_chars:
             self._num_chars -= self._answers.popitem(last=False)[1].num_chars
 
-    def _get(self, key: bytes) -> _Answer | None:
+    def _get(self, key: bytes) -> Written | None:
         with self._lock:
             if key in self._answers:
                 self._answers.move_to_end(key)
             return self._answers.get(key)
 
-    def restore(self, messages: Sequence[Message], *, scope: bytes) -> Restored | None:
-        """The messages with each remembered answer as its text; None where there is none."""
-        restored = list(messages)
-        spans: set[str] = set()
-        for index, answer in self._remembered(messages, scope):
-            kept = {name: value for name, value in messages[index].items() if name != "tool_calls"}
-            restored[index] = {**kept, "content": answer.text}
-            spans.add(answer.prefix + answer.text)
-        return Restored(restored, frozenset(spans)) if spans else None
-
-    def _remembered(self, messages: Sequence[Message], scope: bytes) -> Iterator[tuple[int, _Answer]]:
+    def remembered(self, messages: Sequence[Message], *, scope: bytes) -> dict[int, Written]:
+        """The answers that messages are, by the messages' index."""
+        found: dict[int, Written] = {}
         if not self._answers:
-            return
+            return found
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or not message.get("tool_calls"):
                 continue
-            if any(message.get(name) for name in _REASONING_NAMES):
-                continue  # told apart from the content: whether it is what was written is not known here
             calls = [_call(call.get("function")) for call in message["tool_calls"]]
-            if None in calls:
+            reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name)), "")
+            if None in calls or not isinstance(reasoning, str):
                 continue
-            answer = self._get(_digest(scope, message.get("content") or "", calls))
+            answer = self._get(_digest(scope, reasoning, message.get("content") or "", calls))
             if answer is not None:
-                yield index, answer
+                found[index] = answer
+        return found
 
 
-def _take_apart(text: str) -> tuple[str, list[Message | None]] | None:
-    """The words before the calls, and the calls; None unless there are any and nothing else follows them."""
-    found = first = _OPENING.search(text)
-    calls: list[Message | None] = []
-    end = 0
-    while found is not None:
-        try:
-            _, end = _find_end(text, found.end())
-            calls.append(_call(msgspec.json.decode(text[found.end() : end])))
-        except (ValueError, RecursionError):
-            return None
-        closing = _CLOSING.match(text, end)
-        if closing is None:
-            return None
-        end = closing.end()
-        found = _OPENING.match(text, end)
-    if first is None or None in calls or text[end:].strip():
+def restore(messages: Sequence[Message], answers: Mapping[int, Written]) -> Restored | None:
+    """The messages with each answer put back as its text; None where there is none."""
+    restored = list(messages)
+    for index, answer in answers.items():
+        kept = {name: value for name, value in messages[index].items() if name not in _TAKEN_APART}
+        restored[index] = {**kept, "content": answer.opening + answer.text}
+    spans = frozenset(answer.span for answer in answers.values())
+    return Restored(restored, spans) if answers else None
+
+
+def _take_apart(text: str, reading: Reading) -> Said | None:
+    """None unless there are calls, all whole, and nothing else follows them or is left out."""
+    reader, said = Reader(reading), Said()
+    parts = reader.feed(text) + reader.end()
+    said.add(parts)
+    first = next((index for index, part in enumerate(parts) if isinstance(part, CallBegun)), None)
+    if first is None or reader.has_dropped or not all(call.is_whole for call in said.calls):
         return None
-    return text[: first.start()], calls
+    follows = any(isinstance(part, Content) for part in parts[first:])
+    return None if follows else said
 
 
 def _call(function: Any) -> Message | None:
@@ -142,6 +147,6 @@ def _call(function: Any) -> Message | None:
     return {"name": function.get("name"), "arguments": function["arguments"]}
 
 
-def _digest(scope: bytes, content: str, calls: Sequence[Message | None]) -> bytes:
-    said = _encode_sorted([content.strip(), calls])
+def _digest(scope: bytes, reasoning: str, content: str, calls: Sequence[Message | None]) -> bytes:
+    said = _encode_sorted([reasoning.strip(), content.strip(), calls])
     return hashlib.blake2b(scope + said, digest_size=16).digest()

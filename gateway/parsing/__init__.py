@@ -7,7 +7,7 @@ what it said: the same however the text was cut.
 from __future__ import annotations
 
 from .formats import Reading, call_format, parameter_types, thinking_tags
-from .parts import Arguments, Call, CallBegun, CallEnded, Content, Part, Reasoning, Said
+from .parts import Arguments, Call, CallBegun, CallEnded, Content, Part, Reasoning, Said, joined
 from .reader import Reader, read
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Reasoning",
     "Said",
     "call_format",
+    "joined",
     "parameter_types",
     "read",
     "thinking_tags",

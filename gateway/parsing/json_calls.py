@@ -99,8 +99,7 @@ def arguments_object(tape: Tape) -> Steps[None]:
             sent.append(text)
             tape.parts.append(Arguments(text))
         if end is not None:
-            if isinstance(decoded("".join(sent)), dict):
-                tape.parts.append(CallEnded())
+            tape.parts.append(CallEnded(isinstance(decoded("".join(sent)), dict)))
             return
         if tape.is_over:
             return

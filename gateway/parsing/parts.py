@@ -36,7 +36,9 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The call's arguments are a whole JSON object. A call without this part was cut off or is broken."""
+    """The call is over; a call without this part was cut off. `is_whole`: its arguments are a JSON object."""
+
+    is_whole: bool = True
 
 
 Part = Reasoning | Content | CallBegun | Arguments | CallEnded
@@ -44,10 +46,11 @@ Part = Reasoning | Content | CallBegun | Arguments | CallEnded
 
 @dataclass(slots=True)
 class Call:
-    """One call of a tool. `arguments` is JSON text, an object if `is_whole`."""
+    """One call of a tool. `arguments` is JSON text, an object if `is_whole`. Not `is_over`: cut off."""
 
     name: str
     arguments: str = ""
+    is_over: bool = False
     is_whole: bool = False
 
 
@@ -71,5 +74,22 @@ class Said:
                     self.calls.append(Call(name))
                 case Arguments(text):
                     self.calls[-1].arguments += text
-                case CallEnded():
-                    self.calls[-1].is_whole = True
+                case CallEnded(is_whole):
+                    self.calls[-1].is_over = True
+                    self.calls[-1].is_whole = is_whole
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The same parts, neighbours of one kind as one."""
+    result: list[Part] = []
+    for part in parts:
+        match (result[-1] if result else None), part:
+            case Reasoning(before), Reasoning(text):
+                result[-1] = Reasoning(before + text)
+            case Content(before), Content(text):
+                result[-1] = Content(before + text)
+            case Arguments(before), Arguments(text):
+                result[-1] = Arguments(before + text)
+            case _:
+                result.append(part)
+    return result

@@ -224,7 +224,7 @@ class Reader:
                 self._is_cut = self.has_dropped = True
                 continue
             self._has_called |= isinstance(part, CallBegun)
-            self._is_cut = isinstance(part, CallEnded)
+            self._is_cut = isinstance(part, CallEnded) and part.is_whole
             kept.append(part)
         return kept
 

@@ -54,7 +54,9 @@ def _parameters(tape: Tape, types: dict[str, tuple[str, ...]]) -> Steps[None]:
         if following is not None:
             key = yield from match_up_to(tape, _KEY, ">", _NAME_CHARS, position)
         if key is None or key[1] in keys:
-            return  # what follows is no part of the call
+            if not tape.is_over or tape.text[position:]:
+                tape.parts.append(CallEnded(is_whole=False))  # what follows is no part of the call
+            return
         tape.drop(key.end())
         keys.add(key[1])
         tape.parts.append(Arguments(f"{separator}{json.dumps(key[1], ensure_ascii=False)}: "))

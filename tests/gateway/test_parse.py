@@ -47,7 +47,7 @@ def reading(calls: Any, **more: Any) -> Reading:
 
 
 def said(content: str = "", *calls: tuple[str, Any], reasoning: str = "") -> Said:
-    return Said(reasoning, content, [Call(name, _text(arguments), True) for name, arguments in calls])
+    return Said(reasoning, content, [Call(name, _text(arguments), True, True) for name, arguments in calls])
 
 
 def _text(arguments: Any) -> str:
@@ -244,7 +244,7 @@ def test_a_call_that_is_cut_off_is_never_whole(num_chars: int) -> None:
 
 def test_arguments_that_turn_out_to_be_no_json_make_no_whole_call() -> None:
     result = read(reading("tagged"), '<tool_call>{"name": "x", "arguments": {a: 1}}</tool_call> so')
-    assert result == Said("", " so", [Call("x", "{a: 1}", False)])
+    assert result == Said("", " so", [Call("x", "{a: 1}", True, False)])
 
 
 def test_an_xml_call_that_is_cut_off_is_never_whole() -> None:

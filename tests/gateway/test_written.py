@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from gateway.parsing import Reading
 from gateway.prompts import Conversation, EncodedPrompt, Prompts
 from gateway.tokenizer import unpack_token_ids
-from gateway.written import WrittenCalls
+from gateway.written import WrittenCalls, restore
 
 from .samples import CHATML, QWEN, TOOLS, bundle_of, byte_level_tokenizer
 
@@ -22,6 +23,7 @@ WRITTEN = (
     'Let me look.\n<tool_call>\n{"name": "read_file", "arguments": {"b": [1, 2.5], "a": "ü x"}}\n</tool_call>'
 )
 SCOPE = b"agent"
+HOW = Reading(calls="tagged")
 
 
 @pytest.fixture
@@ -164,12 +166,12 @@ def test_a_template_that_looks_back_at_calls_gets_the_callers_message() -> None:
 def test_memory_of_calls_is_bounded() -> None:
     written = WrittenCalls(max_chars=10 * len("p" + WRITTEN))
     for number in range(1000, 1100):
-        written.learn("p", WRITTEN.replace("2.5", str(number)), scope=SCOPE)
-        written.learn("p", WRITTEN.replace("2.5", str(number)), scope=SCOPE)
+        written.learn("p", WRITTEN.replace("2.5", str(number)), HOW, scope=SCOPE)
+        written.learn("p", WRITTEN.replace("2.5", str(number)), HOW, scope=SCOPE)
         oldest = [called({"b": [1, 1000], "a": "ü x"})]
-        assert written.restore(oldest, scope=SCOPE) is not None  # used, so not forgotten
+        assert written.remembered(oldest, scope=SCOPE)  # used, so not forgotten
     assert len(written) == 9
-    assert written.restore([called({"b": [1, 1050], "a": "ü x"})], scope=SCOPE) is None
+    assert not written.remembered([called({"b": [1, 1050], "a": "ü x"})], scope=SCOPE)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_memory_of_calls_is_bounded() -> None:
         "<tool_call>{broken}</tool_call>",
         '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
         '<tool_call>{"name": "a", "arguments": "x"}</tool_call>',
-        '<tool_call>{"name": "a", "arguments": {}}',
+        '<tool_call>{"name": "a", "arguments": {',
         '<tool_call>{"a":' * 3000,
         "<tool_call>{" * 5461,
         "<tool_call>{}" + "\n" * 60_000,
@@ -191,7 +193,7 @@ def test_memory_of_calls_is_bounded() -> None:
 def test_what_is_not_calls_to_its_end_is_left_alone_at_once(text: str) -> None:
     written = WrittenCalls()
     started = time.process_time()
-    written.learn("p", text, scope=SCOPE)
+    written.learn("p", text, HOW, scope=SCOPE)
     assert time.process_time() - started < 0.5
     assert len(written) == 0
 
@@ -199,6 +201,7 @@ def test_what_is_not_calls_to_its_end_is_left_alone_at_once(text: str) -> None:
 def test_a_call_may_hold_the_mark_that_ends_calls() -> None:
     text = '<tool_call>{"name": "read_file", "arguments": {"a": "{}</tool_call>"}}</tool_call>'
     written = WrittenCalls()
-    written.learn("p", text, scope=SCOPE)
-    restored = written.restore([called({"a": "{}</tool_call>"}, content=None)], scope=SCOPE)
+    written.learn("p", text, HOW, scope=SCOPE)
+    messages = [called({"a": "{}</tool_call>"}, content=None)]
+    restored = restore(messages, written.remembered(messages, scope=SCOPE))
     assert restored is not None and restored.messages[0]["content"] == text
