@@ -273,7 +273,7 @@ class Cache:
         partial = match.partial
         if partial is None:
             return None
-        source = self._tree.lock_partial(partial, now)  # first: making room must not evict it
+        source = self._tree.lock_first_page(partial.node, now)  # first: making room must not evict it
         pages = self._store.allocate(1)
         if pages is None:
             self._pool.free(self._tree.unlock(source, now))
@@ -295,8 +295,8 @@ class Cache:
         path.restored = checkpoint
         self._states.restore(checkpoint, path.writer.agent, self._store.now)
         if path.source is None and locate(path.node, checkpoint.position) is not checkpoint.node:
-            path.source = checkpoint.node  # beside the path's own nodes, over the same tokens
-            self._tree.lock(path.source, self._store.now)
+            # Beside the path's own nodes, over the same tokens. The rest of that run is none of this path's.
+            path.source = self._tree.lock_first_page(checkpoint.node, self._store.now)
         self._note_heir(path, checkpoint.writer)
 
     def _note_heir(self, path: Path, writer: Writer | None) -> None:

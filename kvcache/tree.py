@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .checkpoints import Checkpoints, move
 from .eviction import VictimLine
-from .matching import Match, Partial, equal_pages, find_match
+from .matching import Match, equal_pages, find_match
 from .nodes import TOKEN_BYTES, Checkpoint, Node, Rank, Writer, walk
 
 
@@ -71,9 +71,8 @@ class PrefixTree:
         self.lock(node, now)
         return node
 
-    def lock_partial(self, partial: Partial, now: int) -> Node:
-        """Keeps the page of a partial match, after `lock_match`, and none that follow it in its run."""
-        node = partial.node
+    def lock_first_page(self, node: Node, now: int) -> Node:
+        """Keeps a node's first page and none that follow it in its run; returns the node of that page."""
         if len(node.pages) > 1:
             node = self.split(node, 1)
         self.lock(node, now)

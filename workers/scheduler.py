@@ -245,10 +245,13 @@ class Scheduler:
             opening = open_path(self._cache, turn)
             while opening is None and self._agents.pins.give_one(now):
                 opening = open_path(self._cache, turn)
+            is_alone = not self._turns.running and not self._turns.leaving
+            if opening is None and is_alone:
+                opening = open_path(self._cache, turn, is_alone=True)
             if opening is not None:
                 self._start(turn, opening, now)
                 return
-            if not self._turns.running and not self._turns.leaving:
+            if is_alone:
                 self._turns.fail(
                     turn, "out_of_pages", "the turn does not fit the KV pool: enlarge pool_tokens", now
                 )

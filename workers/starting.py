@@ -12,23 +12,31 @@ from .sharing import InFlight
 from .turn import Turn
 
 
-def open_path(cache: Cache, turn: Turn) -> Opening | None:
+def open_path(cache: Cache, turn: Turn, *, is_alone: bool = False) -> Opening | None:
     """A path with pages for all tokens so far and a page's worth more; None where there are too few.
 
     A hybrid's may hold all tokens already: its checkpoint has the hidden row that the next token comes from.
+    is_alone: nobody else will give pages back, so that less than what is kept is better than to wait.
     """
     tokens, agent = turn.tokens(0, turn.num_tokens), agent_name(turn)
     num_wanted = len(tokens) + min(turn.max_tokens - len(turn.generated), cache.page_tokens)
     most = len(tokens) if cache.has_states else len(tokens) - 1
-    opening = cache.open(turn.namespace, tokens, max_match=most, agent=agent)
-    if _has_pages(cache, opening.path, num_wanted):
-        return opening
-    if opening.copy is None:
-        return None
-    # The copied page's source was locked too. Whole pages alone may just fit.
-    num_whole = opening.path.num_cached - opening.copy.num_tokens
-    opening = cache.open(turn.namespace, tokens, max_match=num_whole, agent=agent)
-    return opening if _has_pages(cache, opening.path, num_wanted) else None
+    while True:
+        opening = cache.open(turn.namespace, tokens, max_match=most, agent=agent)
+        has_source, most = opening.path.source is not None, _most_without_source(opening)
+        if _has_pages(cache, opening.path, num_wanted):
+            return opening
+        # The page that it begins from was locked beside its own. Without that the rest may just fit; a
+        # dense path loses less than a page by it, a hybrid's perhaps all of its prefix.
+        if not has_source or (cache.has_states and not is_alone):
+            return None
+
+
+def _most_without_source(opening: Opening) -> int:
+    """How much of the match a path can have that begins from no page beside its own."""
+    if opening.copy is not None:
+        return opening.path.num_cached - opening.copy.num_tokens
+    return opening.path.num_cached - 1
 
 
 def _has_pages(cache: Cache, path: Path, num_tokens: int) -> bool:

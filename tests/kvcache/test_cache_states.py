@@ -118,6 +118,19 @@ def test_a_checkpoint_beside_the_matched_pages_is_found_and_kept_until_it_is_res
     assert driver.cached("aaaabbX") == 0
 
 
+def test_a_checkpoint_beside_the_matched_pages_keeps_no_more_than_its_page(driver: Driver) -> None:
+    driver.run_bare("aaaabbccddddeeee")
+    driver.run_bare("aaaabbdd")
+    path = driver.open("aaaabb").path
+    driver.keep(path, "aaaabb")  # in the page of "bbcc"
+    driver.cache.close(path)
+    opening = driver.open("aaaabbddX")
+    assert (opening.path.num_tokens, opening.path.num_sealed) == (6, 8)
+    driver.cache.evict(99)
+    assert driver.cache.stats().num_tree == 3
+    driver.cache.check_integrity()
+
+
 def test_a_second_checkpoint_at_a_position_gives_its_row_back(driver: Driver) -> None:
     driver.run("aaaabb", "ann")
     path = driver.open("aaaabb", "bob", max_match=3).path

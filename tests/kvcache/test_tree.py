@@ -159,7 +159,7 @@ def test_a_partial_lock_keeps_its_page_and_not_the_rest_of_the_run(planter: Plan
     match = planter.match("aaaabbX")
     planter.tree.lock_match(match, planter.tick())
     assert match.partial is not None
-    source = planter.tree.lock_partial(match.partial, planter.tick())
+    source = planter.tree.lock_first_page(match.partial.node, planter.tick())
     assert source.pages == [1]
     assert planter.tree.evict(9) == [3, 2]
 

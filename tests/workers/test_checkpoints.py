@@ -165,6 +165,16 @@ def test_without_rows_for_states_everything_still_comes_to_its_end(num_states: i
         assert bench.token_ids(submit.run_id) == bench.model.generate(submit, 9)
 
 
+def test_a_turn_that_fits_the_pool_fits_it_beside_what_it_could_begin_from() -> None:
+    bench = hybrid(num_pages=16, context_length=128)
+    head, whole = prompt_of(4), [*prompt_of(4), *prompt_of(123, 3)]
+    bench.ask("beside", [*head, *prompt_of(80, 1)], max_tokens=1, retain="ephemeral")
+    bench.ask("bare", whole[:20], max_tokens=1, retain="ephemeral")
+    bench.ask("head", [*head, 0], max_tokens=1, retain="ephemeral", system_tokens=4)
+    submit = bench.ask("whole", whole, max_tokens=1)
+    assert bench.token_ids("whole") == bench.model.generate(submit, 1)
+
+
 def test_a_last_call_leaves_nothing_that_only_it_could_use() -> None:
     bench = hybrid()
     bench.ask("one", prompt_of(600), max_tokens=4, agent="a", is_final=True, system_tokens=200)
