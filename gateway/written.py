@@ -6,8 +6,8 @@ Its thinking may be sent back or not: it is the same answer. Pure: knows no toke
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,15 +61,15 @@ class Written:
 
 
 class WrittenCalls:
-    """Answers that called tools, by what they say. Bounded, the least recently used forgotten. Threads may
-    share it.
+    """Answers that called tools, by what they say. Bounded, the least recently used forgotten.
+
+    One thread learns; others may restore meanwhile, for each step of theirs on the table is atomic.
     """
 
     def __init__(self, max_chars: int = MAX_CHARS) -> None:
         self._max_chars = max_chars
         self._num_chars = 0
         self._answers: OrderedDict[bytes, Written] = OrderedDict()
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -83,9 +83,8 @@ class WrittenCalls:
         if said is None:
             return
         calls = [_call({"name": call.name, "arguments": _decode(call.arguments)}) for call in said.calls]
-        with self._lock:
-            for reasoning in {"", said.reasoning}:
-                self._put(_digest(scope, reasoning, said.content, calls), answer)
+        for reasoning in {"", said.reasoning}:
+            self._put(_digest(scope, reasoning, said.content, calls), answer)
 
     def _put(self, key: bytes, answer: Written) -> None:
         previous = self._answers.pop(key, None)
@@ -95,10 +94,11 @@ class WrittenCalls:
             self._num_chars -= self._answers.popitem(last=False)[1].num_chars
 
     def _get(self, key: bytes) -> Written | None:
-        with self._lock:
-            if key in self._answers:
+        answer = self._answers.get(key)
+        if answer is not None:
+            with contextlib.suppress(KeyError):  # forgotten meanwhile
                 self._answers.move_to_end(key)
-            return self._answers.get(key)
+        return answer
 
     def remembered(self, messages: Sequence[Message], *, scope: bytes) -> dict[int, Written]:
         """The answers that messages are, by the messages' index."""
