@@ -114,6 +114,7 @@ class Answer:
     errors: list[dict[str, Any]] = field(default_factory=list)
     usages: list[dict[str, Any]] = field(default_factory=list)
     is_done: bool = False  # [DONE] came
+    num_processed: int = 0  # of the prompt, as keep-alives said
     broken: str = ""  # the connection's error
     seconds: float = 0.0
 
@@ -121,6 +122,8 @@ class Answer:
         """One line of the stream."""
         if line.startswith("id: "):
             self.last_id = line[4:]
+        if line.startswith(": keepalive "):
+            self.num_processed = int(line.split()[2].partition("/")[0])
         if not line.startswith("data: "):
             return
         data = line[6:]
@@ -135,7 +138,7 @@ class Answer:
         if chunk.get("usage"):
             self.usages.append(chunk["usage"])
         for choice in chunk.get("choices", []):
-            self.text += choice.get("text") or ""
+            self.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
             if choice.get("finish_reason"):
                 self.finish_reasons.append(choice["finish_reason"])
 
