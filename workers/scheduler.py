@@ -6,8 +6,6 @@ it finds what the prefill before it published. Each ends in exactly one of Finis
 
 from __future__ import annotations
 
-import math
-
 import structlog
 
 from kvcache.cache import Cache, Kind, Opening, Path
@@ -69,15 +67,6 @@ class Scheduler:
         if self._turns.rests_until is None or self._turns.events:
             return 0.0
         return max(self._turns.rests_until - now, 0.0)
-
-    def idle_seconds(self, now: float) -> float | None:
-        """When a pin runs out, were nobody to come; None: there is none."""
-        expiry = self._agents.pins.next_expiry
-        return None if expiry == math.inf else max(expiry - now, 0.0)
-
-    def rest(self, now: float) -> None:
-        """Nothing is to be done: let go of what nobody came back for."""
-        self._agents.pins.expire(now)
 
     def submit(self, turn: Turn, now: float) -> None:
         """Queue a turn. One that is here already (a message delivered twice) is left as it is."""
@@ -174,9 +163,9 @@ class Scheduler:
             num_evicted_before=stats.num_evicted, num_evicted_states_before=stats.num_states_evicted
         )
 
-    def check_integrity(self, now: float) -> None:
+    def check_integrity(self) -> None:
         """Raises IntegrityError when turns, workers and paths disagree. Between steps only."""
-        self._turns.check_integrity(now)
+        self._turns.check_integrity()
         num_live = self._cache.stats().num_live
         if not self._turns.running and not self._turns.leaving and num_live:
             raise IntegrityError(f"nobody runs and {num_live} pages are live")
