@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
@@ -24,7 +24,7 @@ from .errors import GatewayError, InvalidField, shorten
 from .parsing import Reading, call_format, parameter_types, thinking_tags
 from .template import BrokenTemplate, compiled, strftime_now
 from .tokenizer import AnswerPlace, PromptTokenizer, Span, span_keys
-from .written import WrittenCalls, restore
+from .written import WrittenCalls, restore, said_links
 
 INLINE_RENDER_CHARS = 32_768
 """A bigger conversation is marked and rendered in a thread."""
@@ -71,6 +71,7 @@ class _Layout:
 
     spans: list[Span]
     frame: Frame
+    said: bytes  # the digest of the messages as the caller sent them
 
 
 class Prompts:
@@ -110,7 +111,7 @@ class Prompts:
             )
         return EncodedPrompt(
             b"".join(encoded.parts),
-            encoded.place,
+            replace(encoded.place, said=layout.said),
             system_tokens=encoded.num_tokens(0, system_end),
             turn_tokens=encoded.num_tokens(0, layout.frame.turn_end(encoded.keys)),
             is_thinking=self._thinking is not None and _ends_in(self._thinking[0], layout.spans),
@@ -136,7 +137,8 @@ class Prompts:
     def _lay_out(self, conversation: Conversation, max_tokens: int, scope: bytes) -> _Layout:
         spans = self._spans(conversation, max_tokens)
         frame = self._frame(conversation) if self.tokenizer.by_span else Frame()
-        answers = self._written.remembered(conversation.messages, scope=scope)
+        links = said_links(conversation.messages)
+        answers = self._written.remembered(conversation.messages, links, scope=scope)
         for _ in range(2):
             restored = restore(conversation.messages, answers)
             if restored is None:
@@ -145,11 +147,11 @@ class Prompts:
             with contextlib.suppress(InvalidField):
                 written = self._spans(as_written, max_tokens)
                 if _differ_only_in(restored.spans, spans, written):
-                    return _Layout(written, frame)
+                    return _Layout(written, frame, links[-1])
                 # Templates leave old thoughts out: those answers are encoded as the caller sends them.
                 texts = {span.text for span in written}
                 answers = {index: answer for index, answer in answers.items() if answer.span in texts}
-        return _Layout(spans, frame)
+        return _Layout(spans, frame, links[-1])
 
     def _spans(self, conversation: Conversation, max_tokens: int) -> list[Span]:
         rendered = self.render(conversation)
@@ -219,7 +221,7 @@ class Prompts:
                 is_open = self._thinking is not None and place.prefix.rstrip().endswith(self._thinking[0])
                 reading = Reading(thinking=self._thinking, is_thinking=is_open)
             reading = structs.replace(reading, calls=self._call_format)
-            self._written.learn(place.prefix, text, reading, scope=scope)
+            self._written.learn(place.prefix, text, reading, scope=scope, said_before=place.said)
 
     def _fill(self, conversation: Conversation) -> str:
         assert isinstance(self._template, jinja2.Template)

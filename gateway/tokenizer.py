@@ -83,10 +83,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlace:
-    """Where an answer begins: the digest of all spans before its own, and the text that its span has."""
+    """Where an answer begins: the digests of all spans before its own and of what its conversation had said
+    (written.py), and the text that its span has. Empty: not known.
+    """
 
     before: bytes = b""
     prefix: str = ""
+    said: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,8 +74,12 @@ class WrittenCalls:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def learn(self, prefix: str, text: str, reading: Reading, *, scope: bytes) -> None:
-        """An answer of this scope; `prefix` is the prompt's plain text that it continues."""
+    def learn(
+        self, prefix: str, text: str, reading: Reading, *, scope: bytes, said_before: bytes = b""
+    ) -> None:
+        """An answer of this scope; `prefix` is the prompt's plain text that it continues. It counts after the
+        same words for good, elsewhere until the next such answer.
+        """
         tag = reading.thinking[0] if reading.thinking is not None and reading.is_thinking else ""
         answer = Written(prefix, text, prefix[prefix.rfind(tag) :] if tag else "")
         is_kept = answer.num_chars <= MAX_TEXT_CHARS and tag in prefix
@@ -84,7 +88,8 @@ class WrittenCalls:
             return
         calls = [_call({"name": call.name, "arguments": _decode(call.arguments)}) for call in said.calls]
         for reasoning in {"", said.reasoning}:
-            self._put(_digest(scope, reasoning, said.content, calls), answer)
+            for before in {b"", said_before}:
+                self._put(_digest(scope, before, reasoning, said.content, calls), answer)
 
     def _put(self, key: bytes, answer: Written) -> None:
         previous = self._answers.pop(key, None)
@@ -100,22 +105,39 @@ class WrittenCalls:
                 self._answers.move_to_end(key)
         return answer
 
-    def remembered(self, messages: Sequence[Message], *, scope: bytes) -> dict[int, Written]:
-        """The answers that messages are, by the messages' index."""
+    def remembered(
+        self, messages: Sequence[Message], links: Sequence[bytes], *, scope: bytes
+    ) -> dict[int, Written]:
+        """The answers that messages are, by the messages' index. `links`: see `said_links`."""
         found: dict[int, Written] = {}
         if not self._answers:
             return found
-        for index, message in enumerate(messages):
+        for index, (message, before) in enumerate(zip(messages, links, strict=False)):
             if message["role"] != "assistant" or not message.get("tool_calls"):
                 continue
             calls = [_call(call.get("function")) for call in message["tool_calls"]]
             reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name)), "")
             if None in calls or not isinstance(reasoning, str):
                 continue
-            answer = self._get(_digest(scope, reasoning, message.get("content") or "", calls))
+            content = message.get("content") or ""
+            answer = self._get(_digest(scope, before, reasoning, content, calls))
+            answer = answer or self._get(_digest(scope, b"", reasoning, content, calls))
             if answer is not None:
                 found[index] = answer
         return found
+
+
+def said_links(messages: Sequence[Message]) -> list[bytes]:
+    """A digest of what was said before each message, and last before what comes next. Thoughts do not count:
+    clients leave them out later.
+    """
+    links = [b""]
+    for message in messages:
+        functions = [call.get("function") for call in message.get("tool_calls") or ()]
+        calls = [_call(function) or function for function in functions]
+        said = [message["role"], (message.get("content") or "").strip(), calls]
+        links.append(hashlib.blake2b(links[-1] + _encode_sorted(said), digest_size=16).digest())
+    return links
 
 
 def restore(messages: Sequence[Message], answers: Mapping[int, Written]) -> Restored | None:
@@ -147,6 +169,8 @@ def _call(function: Any) -> Message | None:
     return {"name": function.get("name"), "arguments": function["arguments"]}
 
 
-def _digest(scope: bytes, reasoning: str, content: str, calls: Sequence[Message | None]) -> bytes:
-    said = _encode_sorted([reasoning.strip(), content.strip(), calls])
+def _digest(
+    scope: bytes, before: bytes, reasoning: str, content: str, calls: Sequence[Message | None]
+) -> bytes:
+    said = _encode_sorted([before.hex(), reasoning.strip(), content.strip(), calls])
     return hashlib.blake2b(scope + said, digest_size=16).digest()

@@ -13,7 +13,7 @@ import pytest
 from gateway.parsing import Reading
 from gateway.prompts import Conversation, EncodedPrompt, Prompts
 from gateway.tokenizer import unpack_token_ids
-from gateway.written import WrittenCalls, restore
+from gateway.written import WrittenCalls, restore, said_links
 
 from .samples import CHATML, QWEN, TOOLS, bundle_of, byte_level_tokenizer
 
@@ -169,9 +169,10 @@ def test_memory_of_calls_is_bounded() -> None:
         written.learn("p", WRITTEN.replace("2.5", str(number)), HOW, scope=SCOPE)
         written.learn("p", WRITTEN.replace("2.5", str(number)), HOW, scope=SCOPE)
         oldest = [called({"b": [1, 1000], "a": "ü x"})]
-        assert written.remembered(oldest, scope=SCOPE)  # used, so not forgotten
+        assert written.remembered(oldest, said_links(oldest), scope=SCOPE)  # used, so not forgotten
     assert len(written) == 9
-    assert not written.remembered([called({"b": [1, 1050], "a": "ü x"})], scope=SCOPE)
+    old = [called({"b": [1, 1050], "a": "ü x"})]
+    assert not written.remembered(old, said_links(old), scope=SCOPE)
 
 
 @pytest.mark.parametrize(
@@ -203,5 +204,32 @@ def test_a_call_may_hold_the_mark_that_ends_calls() -> None:
     written = WrittenCalls()
     written.learn("p", text, HOW, scope=SCOPE)
     messages = [called({"a": "{}</tool_call>"}, content=None)]
-    restored = restore(messages, written.remembered(messages, scope=SCOPE))
+    restored = restore(messages, written.remembered(messages, said_links(messages), scope=SCOPE))
     assert restored is not None and restored.messages[0]["content"] == text
+
+
+ONE_WAY = '<tool_call>\n{"name": "poll", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+OTHER_WAY = '<tool_call>\n{"name": "poll", "arguments": {"b": 2, "a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        (ONE_WAY, OTHER_WAY, ONE_WAY),
+        (f"<think>\nfirst\n</think>\n\n{ONE_WAY}", f"<think>\nother\n</think>\n\n{ONE_WAY}", OTHER_WAY),
+    ],
+    ids=["keys in another order", "another thought"],
+)
+def test_each_of_several_equal_calls_comes_back_as_it_was_written(
+    qwen: Prompts, texts: Sequence[str]
+) -> None:
+    """An agent that asks the same again must not rewrite what it asked before."""
+    call = {"id": "c1", "type": "function", "function": {"name": "poll", "arguments": {"a": 1, "b": 2}}}
+    messages: list[dict[str, Any]] = [USER]
+    kept = list[int]()
+    for text in texts:
+        prompt = encode(qwen, messages)
+        assert extends(prompt, kept)
+        kept = generated(qwen, prompt, text)
+        messages = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]}, RESULT]
+    assert extends(encode(qwen, messages), kept)
