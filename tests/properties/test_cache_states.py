@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
-from kvcache.cache import Cache, Kept, Kind, PageCopy, Path
-from kvcache.nodes import Node
+from kvcache.cache import Kind
 from kvcache.pins import chain
+from tests.properties.hybrid_memory import Content, Ended, HybridMemory, Tokens, Turn, digest_of
 
-Tokens = tuple[int, ...]
 token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
 progresses = st.sampled_from(["opened", "stepped", "kept", "kept", "bare", "closed", "closed", "pinned"])
 namespaces = st.sampled_from([b"", b"", b"tenant"])
@@ -23,60 +20,8 @@ picks = st.integers(0, 1 << 16)
 MAX_TURNS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a row of KV or a state was computed from, and the paths whose work it rests on."""
-
-    digest: int
-    sources: frozenset[int]
-
-
-@dataclass(slots=True, eq=False)
-class Turn:
-    """An open path, what its tokens must be, and the worker's live state."""
-
-    path: Path
-    namespace: bytes
-    agent: str
-    tokens: Tokens  # committed
-    prompt: Tokens
-    copy: PageCopy | None
-    restore: int | None  # before its first step
-    sources: frozenset[int]
-
-
-@dataclass(slots=True, eq=False)
-class Ended:
-    """What is known of a path that ended."""
-
-    kept: Kept
-    namespace: bytes
-    tokens: Tokens
-    promised: list[int] = field(default_factory=list)  # while pinned: tokens that stay, and where to go on
-
-
-@lru_cache(maxsize=1 << 16)
-def digest_of(namespace: bytes, tokens: Tokens) -> int:
-    return hash((namespace, tokens))
-
-
-class HybridCacheMachine(RuleBasedStateMachine):
+class HybridCacheMachine(HybridMemory):
     """Random turns of few agents over few pages, few states and two tokens, so that everything collides."""
-
-    @initialize(
-        num_pages=st.sampled_from([4, 9, 16, 60, 60]),
-        page_tokens=st.sampled_from([1, 2, 4, 4, 4]),
-        num_states=st.sampled_from([0, 1, 2, 3, 6, 20, 20]),
-    )
-    def start(self, num_pages: int, page_tokens: int, num_states: int) -> None:
-        self.cache = Cache(num_pages, page_tokens=page_tokens, num_states=num_states)
-        self.num_pages, self.page_tokens, self.num_states = num_pages, page_tokens, num_states
-        self.memory: list[list[Content | None]] = [[None] * page_tokens for _ in range(num_pages)]
-        self.states: dict[int, Content] = {}
-        self.turns: list[Turn] = []
-        self.ended: list[Ended] = []
-        self.history: list[tuple[bytes, Tokens]] = []
-        self.poisoned: set[int] = set()
 
     # Turns begin
 
@@ -144,18 +89,6 @@ class HybridCacheMachine(RuleBasedStateMachine):
         self.turns.append(turn)
         return turn
 
-    def check_unread(self, turn: Turn) -> None:
-        """What the next step copies and restores is there, and is of exactly this prefix."""
-        num_tokens = len(turn.tokens)
-        if turn.restore is not None:
-            assert self.states[turn.restore].digest == digest_of(turn.namespace, turn.tokens)
-        if turn.copy is not None:
-            start = num_tokens - turn.copy.num_tokens
-            for index in range(turn.copy.num_tokens):
-                row = self.memory[turn.copy.source][index]
-                expected = digest_of(turn.namespace, turn.tokens[: start + index + 1])
-                assert row is not None and row.digest == expected
-
     # Turns go on
 
     @precondition(lambda self: self.turns)
@@ -177,44 +110,6 @@ class HybridCacheMachine(RuleBasedStateMachine):
         elif end == "publish":
             self.cache.publish(turn.path)
 
-    def advance(self, turn: Turn, rows: Tokens) -> bool:
-        """One evaluated step: copy, restore, rows, save, commit."""
-        path = turn.path
-        if not self.cache.reserve(path, len(turn.tokens) + len(rows)):
-            return False
-        self.check_unread(turn)
-        if turn.copy is not None:
-            source = self.memory[turn.copy.source]
-            self.memory[turn.copy.target][: turn.copy.num_tokens] = source[: turn.copy.num_tokens]
-        if turn.restore is not None:
-            turn.sources |= self.states[turn.restore].sources
-        turn.copy = turn.restore = None
-        turn.sources |= {path.number}
-        start = len(turn.tokens)
-        self.read(turn, 0, start)
-        for position, token in enumerate(rows, start):
-            turn.tokens += (token,)
-            if position < path.num_sealed:
-                self.read(turn, position, position + 1)
-                continue
-            page, index = divmod(position, self.page_tokens)
-            assert path.pages[page] in path.private_pages()
-            digest = digest_of(turn.namespace, turn.tokens)
-            self.memory[path.pages[page]][index] = Content(digest, turn.sources)
-        if path.state_row is not None:
-            self.states[path.state_row] = Content(digest_of(turn.namespace, turn.tokens), turn.sources)
-        self.cache.commit(path, rows)
-        assert path.num_tokens == len(turn.tokens)
-        return True
-
-    def read(self, turn: Turn, first: int, last: int) -> None:
-        for position in range(first, last):
-            page, index = divmod(position, self.page_tokens)
-            row = self.memory[turn.path.pages[page]][index]
-            assert row is not None
-            assert row.digest == digest_of(turn.namespace, turn.tokens[: position + 1])
-            turn.sources |= row.sources
-
     def keep_state(self, turn: Turn, kind: Kind) -> None:
         path, table = turn.path, list(turn.path.pages)
         is_last_free = self.cache.stats().num_free > 0
@@ -230,9 +125,12 @@ class HybridCacheMachine(RuleBasedStateMachine):
             assert resident.num_matched == resident.num_cached == len(turn.tokens)
 
     @precondition(lambda self: self.turns)
-    @rule(pick=picks, num_pages=st.integers(1, 8))
-    def reserve_ahead(self, pick: int, num_pages: int) -> None:
+    @rule(pick=picks, num_pages=st.integers(1, 8), has_state=st.booleans())
+    def reserve_ahead(self, pick: int, num_pages: int, has_state: bool) -> None:
+        """What a step will need; until one runs, states that make room have not moved."""
         turn = self.turns[pick % len(self.turns)]
+        if has_state:
+            self.cache.reserve_state(turn.path)
         self.cache.reserve(turn.path, len(turn.tokens) + num_pages * self.page_tokens)
 
     # Turns end
@@ -246,6 +144,7 @@ class HybridCacheMachine(RuleBasedStateMachine):
             # A step of its own that only saves the live state.
             row = turn.path.state_row
             assert row is not None
+            self.begin_step()
             self.states[row] = Content(digest_of(turn.namespace, turn.tokens), turn.sources)
             self.close_turn(turn, keep=keep, kind=kind)
         else:
@@ -320,8 +219,7 @@ class HybridCacheMachine(RuleBasedStateMachine):
         self.history.clear()
         for ended in self.ended:
             ended.promised.clear()
-        stats = self.cache.stats()
-        assert (stats.num_free, stats.num_free_states) == (self.num_pages, self.num_states)
+        assert self.are_all_free()
 
     # What always holds
 
@@ -356,47 +254,8 @@ class HybridCacheMachine(RuleBasedStateMachine):
         stats = self.cache.stats()
         assert stats.num_live == 0
         assert self.cache.evict(self.num_pages) == stats.num_tree
-        stats = self.cache.stats()
-        assert (stats.num_free, stats.num_free_states) == (self.num_pages, self.num_states)
+        assert self.are_all_free()
         assert not self.cache._tree.roots and not self.cache._tree.hidden
-
-    def check_tree(self) -> None:
-        """Whatever can be matched is what it claims to be, and rests on no poisoned path's work."""
-        for namespace, root in self.cache._tree.roots.items():
-            waiting: list[tuple[Node, Tokens]] = [(child, ()) for child in root.below()]
-            while waiting:
-                node, above = waiting.pop()
-                tokens = above + tuple(memoryview(node.tokens).cast("I"))
-                for index, position in enumerate(range(node.start, node.end)):
-                    row = self.memory[node.pages[index // self.page_tokens]][index % self.page_tokens]
-                    assert row is not None and row.digest == digest_of(namespace, tokens[: position + 1])
-                    assert not row.sources & self.poisoned
-                for checkpoint in node.checkpoints:
-                    state = self.states[checkpoint.row]
-                    assert state.digest == digest_of(namespace, tokens[: checkpoint.position])
-                    assert not state.sources & self.poisoned
-                waiting += [(child, tokens) for child in node.below()]
-
-    def check_rows(self, pages: list[int], namespace: bytes, tokens: Tokens) -> None:
-        for position in range(len(tokens)):
-            row = self.memory[pages[position // self.page_tokens]][position % self.page_tokens]
-            assert row is not None and row.digest == digest_of(namespace, tokens[: position + 1])
-
-    def deepest_kept(self, namespace: bytes, tokens: Tokens) -> int:
-        """By looking at every checkpoint there is."""
-        root = self.cache._tree.roots.get(namespace)
-        found = 0
-        waiting: list[tuple[Node, Tokens]] = [(child, ()) for child in root.below()] if root else []
-        while waiting:
-            node, above = waiting.pop()
-            held = above + tuple(memoryview(node.tokens).cast("I"))
-            for checkpoint in node.checkpoints:
-                if checkpoint.position <= len(tokens) and (
-                    held[: checkpoint.position] == tokens[: checkpoint.position]
-                ):
-                    found = max(found, checkpoint.position)
-            waiting += [(child, held) for child in node.below()]
-        return found
 
 
 TestHybridCache = HybridCacheMachine.TestCase
