@@ -14,8 +14,8 @@ def ids(text: str) -> array[int]:
 class Driver:
     """Opens and ends turns of agents; each step ends with an integrity check."""
 
-    def __init__(self, num_pages: int = 24, num_states: int = 8) -> None:
-        self.cache = Cache(num_pages, page_tokens=4, num_states=num_states)
+    def __init__(self, num_pages: int = 24, num_states: int = 8, num_small_states: int = 0) -> None:
+        self.cache = Cache(num_pages, page_tokens=4, num_states=num_states, num_small_states=num_small_states)
 
     def open(self, text: str, agent: str = "ann", *, max_match: int | None = None) -> Opening:
         opening = self.cache.open(
@@ -39,6 +39,7 @@ class Driver:
     def step(self, path: Path, text: str) -> None:
         """Computes what `text` has beyond the path."""
         assert self.cache.reserve(path, len(text))
+        self.cache.take_demotions()
         self.cache.commit(path, ids(text)[path.num_tokens :])
         self.cache.check_integrity()
 
