@@ -16,6 +16,26 @@ from tokenizers import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+MARKS = frozenset(
+    [
+        "<think>",
+        "</think>",
+        "[THINK]",
+        "[/THINK]",
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|tool_call_start|>",
+        "<|tool_call_end|>",
+        "<|python_tag|>",
+    ]
+)
+"""What parts an answer into thoughts, words and calls stands in its text, special or not: gateways read it.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """Text that became certain, and the stop string that ended the turn with it (its own text is cut off)."""
@@ -28,7 +48,7 @@ class Detokenizer:
     """One model's vocabulary as bytes and as text; shared by all turns of an engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer = _with_marks(tokenizer)
         self._is_byte_level = "ByteLevel" in _decoder_types(tokenizer)
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -158,6 +178,17 @@ def _num_held(text: str, stop: Sequence[str]) -> int:
         if any(candidate.startswith(text[-num_held:]) for candidate in stop):
             return num_held
     return 0
+
+
+def _with_marks(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer, but that no mark is special."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in MARKS for token in added):
+        return tokenizer
+    config = json.loads(tokenizer.to_str())
+    for token in config["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in MARKS
+    return Tokenizer.from_str(json.dumps(config))
 
 
 def _decoder_types(tokenizer: Tokenizer) -> str:

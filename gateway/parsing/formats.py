@@ -52,6 +52,8 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, t
             name: _types(wanted)
             for name, wanted in (properties.items() if isinstance(properties, dict) else ())
         }
+        if not tool["function"]["name"]:
+            continue
         found[tool["function"]["name"]] = {
             name: kinds for name, kinds in types.items() if kinds != ("string",)
         }

@@ -63,6 +63,8 @@ BAD_CHAT_FIELDS: dict[str, list[Any]] = {
     ],
     "logprobs": [3, "x"],
     "top_logprobs": [21, -1, 1],
+    "tool_choice": ["required", 7, {}],
+    "parallel_tool_calls": ["x", 1],
     "tools": [{}, [7], [{"type": "function"}], [{"function": {"name": 7}}]],
     "chat_template_kwargs": ["x", {"messages": []}, {"tools": 1}],
     "response_format": [{"type": "json_object"}, "x"],

@@ -123,6 +123,15 @@ def test_special_tokens_are_skipped_in_text_and_do_not_part_a_character(detokeni
     assert pieces == ["", "", "", "é", ""]
 
 
+def test_marks_of_calls_stand_in_the_text_though_they_are_special() -> None:
+    tokenizer = Tokenizer.from_str(byte_tokenizer().to_str())
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[OTHER]"])
+    mark, arguments, other = (tokenizer.token_to_id(text) for text in ("[TOOL_CALLS]", "[ARGS]", "[OTHER]"))
+    token_ids = [mark, *b"look", arguments, *b"{}", other, END_ID]
+    pieces, _ = stream(TextState(Detokenizer(tokenizer)), token_ids)
+    assert "".join(pieces) == "[TOOL_CALLS]look[ARGS]{}" == Detokenizer(tokenizer).decode(token_ids)
+
+
 def test_token_bytes_are_the_real_bytes_of_a_part_of_a_character(detokenizer: Detokenizer) -> None:
     assert [detokenizer.token_bytes(byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
     assert detokenizer.token_bytes(END_ID) == b"<|end|>"
