@@ -65,7 +65,8 @@ def _add(timed: Timed, chunk: dict[str, Any]) -> None:
         timed.completion_tokens = usage["completion_tokens"]
         timed.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     for choice in chunk.get("choices") or []:
-        piece = (choice.get("delta") or {}).get("content")
+        delta = choice.get("delta") or {}
+        piece = delta.get("reasoning_content") or delta.get("content")
         if piece:
             timed.text += piece
             timed.arrivals.append(time.monotonic())

@@ -81,8 +81,9 @@ async def _call(
             usage = chunk.get("usage") or usage
             for choice in chunk.get("choices") or []:
                 finish_reason = choice.get("finish_reason") or finish_reason
-                piece = (choice.get("delta") or {}).get("content") or ""
-                if piece and live.first_token is None:
+                delta = choice.get("delta") or {}
+                piece = delta.get("content") or ""
+                if (piece or delta.get("reasoning_content")) and live.first_token is None:
                     live.first_token = time.monotonic()
                 live.answer += piece
             progress.tick()
