@@ -7,14 +7,14 @@ out. Knows nothing of arrays, layers, turns or time.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from . import integrity
 from .errors import PathClosed, PathsOpen, PathTooShort, StateNotReserved
 from .matching import Match, deepest_above
 from .nodes import TOKEN_BYTES, Checkpoint, Kind, Node, Writer, locate
 from .paths import CacheStats, Kept, Opening, PageCopy, Path, Resident, StateMove
-from .pins import retire
+from .pins import drop, retire
 from .settings import PAGE_TOKENS
 from .state_rows import StateRows
 from .store import Store
@@ -236,6 +236,10 @@ class Cache:
     def retire(self, kept: Kept) -> None:
         """The agent is gone: pages and states that only it used are the first to leave."""
         retire(self._tree, kept)
+
+    def drop(self, agents: Collection[str]) -> None:
+        """These agents are done for: frees pages and states that only they used and nobody holds, at once."""
+        self._pool.free(drop(self._tree, frozenset(agents)))
 
     # Room is made
 

@@ -98,6 +98,40 @@ def retire(tree: PrefixTree, kept: Kept) -> None:
             is_alone = False
 
 
+def drop(tree: PrefixTree, agents: frozenset[str]) -> list[int]:
+    """These agents are done for: takes out what they wrote and nobody else has used, and returns its pages.
+
+    Checkpoints of theirs in pages that others go on from leave too.
+    """
+    freed: list[int] = []
+    for node in reversed(list(tree.nodes())):  # children before their parents
+        for checkpoint in list(node.checkpoints):
+            if not checkpoint.num_holders and not _is_of_others(checkpoint, agents) and node.pages:
+                freed += tree.detach(checkpoint)
+        if node.writer is not None and node.writer.agent in agents:
+            freed += _drop_end(tree, node)
+    return freed
+
+
+def _drop_end(tree: PrefixTree, node: Node) -> list[int]:
+    """The pages of a leaf behind the last checkpoint that is left in it."""
+    if not node.is_evictable:
+        return []
+    deepest = node.deepest(node.end)
+    if deepest is None:
+        return tree.remove(node)
+    num_used = -(-(deepest.position - node.start) // tree.page_tokens)
+    if num_used >= len(node.pages):
+        return []
+    tree.split(node, num_used)
+    return tree.remove(node)
+
+
+def _is_of_others(checkpoint: Checkpoint, agents: frozenset[str]) -> bool:
+    is_theirs = checkpoint.agent in agents and checkpoint.last_agent in agents
+    return not is_theirs or checkpoint.kind == Kind.SYSTEM
+
+
 def _last_node(kept: Kept) -> Node:
     """The node with the last of what is left; the root if nothing is."""
     while not kept.node.pages and kept.node.parent is not None:

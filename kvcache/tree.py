@@ -89,7 +89,7 @@ class PrefixTree:
             if not current.locks:
                 self.num_unlocked_pages += len(current.pages)
                 if current.is_hidden or self._is_useless(current):
-                    freed += self._remove(current)
+                    freed += self.remove(current)
                 else:
                     self._offer(current)
             current = parent
@@ -144,7 +144,7 @@ class PrefixTree:
         node = checkpoint.node
         self._forget(checkpoint)
         if self._is_useless(node) and not node.locks:
-            return self._remove(node)
+            return self.remove(node)
         self._offer(node)
         return []
 
@@ -171,7 +171,7 @@ class PrefixTree:
             num_wanted = min(num_pages - len(evicted), self._num_of_rank(leaf, rank))
             self.num_evicted[rank] += num_wanted
             if num_wanted == len(leaf.pages):
-                evicted += reversed(self._remove(leaf))
+                evicted += reversed(self.remove(leaf))
                 continue
             evicted += reversed(leaf.pages[-num_wanted:])
             self._shorten(leaf, num_wanted)
@@ -190,7 +190,7 @@ class PrefixTree:
             node.is_hidden = True
             self._forget_all(node)
             if not node.locks:
-                freed += self._remove(node)
+                freed += self.remove(node)
         return freed
 
     def retire(self, node: Node) -> None:
@@ -334,7 +334,7 @@ class PrefixTree:
             return len(leaf.pages)
         return len(leaf.pages) - -(-(deepest.position - leaf.start) // self.page_tokens)
 
-    def _remove(self, node: Node) -> list[int]:
+    def remove(self, node: Node) -> list[int]:
         """Takes an unlocked leaf out; returns its pages."""
         if node in self.hidden:
             self.hidden.remove(node)

@@ -52,6 +52,7 @@ class Agent:
     num_children: int = 0  # of its children, those that have turns here
     num_tokens: int = 0  # that its last path held, or its running one is going to
     num_shared: int = 0  # of these, what others had before it came
+    num_returns: int = 0  # times that it came back after an answer
     waits_for: str = ""
     left_at: float | None = None
     hot_until: float = 0.0  # the pool has room for it until then; infinity: it came back in time, and waits
@@ -72,6 +73,11 @@ class Agent:
         """What it would take to have it all in the pool, over what others need anyway."""
         return max(self.num_tokens - self.num_shared, 0)
 
+    @property
+    def is_due(self) -> bool:
+        """At work or waiting for that, or sure to come back: it waits for a tool or for its children."""
+        return self.num_turns > 0 or bool(self.waits_for) or self.num_children > 0
+
     def is_hot(self, now: float) -> bool:
         """At work, or expected back."""
         return self.num_running > 0 or (not self.is_dead and now < self.hot_until)
@@ -85,7 +91,12 @@ def key_of(turn: Turn) -> AgentKey | None:
 def agent_name(turn: Turn) -> str:
     """Whose checkpoints supersede each other: the agent's; a turn of nobody in particular is on its own."""
     key = key_of(turn)
-    return f"run {turn.run_id}" if key is None else "\x1f".join(key)
+    return f"run {turn.run_id}" if key is None else name_of(key)
+
+
+def name_of(key: AgentKey) -> str:
+    """The same of an agent."""
+    return "\x1f".join(key)
 
 
 class Agents:
@@ -119,6 +130,7 @@ class Agents:
             agent.parent = AgentKey(turn.tenant, turn.session, turn.parent)
         if agent.left_at is not None and not agent.num_turns and not agent.is_dead:
             self._gaps.observe(agent.waits_for, now - agent.left_at)
+            agent.num_returns += 1
         if agent.is_hot(now):
             agent.hot_until = math.inf
         else:
@@ -159,7 +171,7 @@ class Agents:
         agent.left_at = now
         agent.waits_for = turn.hints.expects
         agent.is_dead = turn.hints.is_last and not agent.num_turns
-        agent.hot_until = now + LONGEST_SECONDS
+        agent.hot_until = now + self._expected_seconds(agent)
         tokens = turn.tokens(0, turn.num_tokens) if turn.started_at is not None else array("I")
         if tokens:
             agent.num_tokens = len(tokens)
@@ -198,7 +210,7 @@ class Agents:
         return found
 
     def cancel(self, keys: set[AgentKey]) -> None:
-        """Agents that are done for: nothing is held for them, and what they alone had goes first."""
+        """Agents that are done for: nothing is held for them, and what they alone had is freed."""
         for key in keys:
             self.pins.drop(key)
             self.histories.forget(key)
@@ -209,11 +221,16 @@ class Agents:
             agent.hot_until = 0.0
             kept, agent.kept = agent.kept, None
             if kept is not None:
-                self._retire(kept)
+                self._retire(kept)  # what others still use leaves with the last of them
+        try:
+            self._cache.drop([name_of(key) for key in keys])
+        except Exception:  # nobody's turn: what they keep leaves later, first of all
+            log.exception("what cancelled agents kept was not freed")
 
     def hot_tokens(self, besides: Agent, now: float) -> int:
-        """What the others at work and those expected back need of the pool."""
-        return sum(agent.working_tokens for agent in self._others(besides, now))
+        """What the others at work and those expected back need of the pool; 0 where none of them is due."""
+        others = self._others(besides, now)
+        return sum(agent.working_tokens for agent in others) if any(a.is_due for a in others) else 0
 
     def senior_tokens(self, junior: Agent, now: float) -> int:
         """The same of those that were let in before it."""
@@ -234,6 +251,13 @@ class Agents:
         """When the next agent is no longer expected; infinity: nobody is."""
         return min((a.hot_until for a in self._hot.values() if a.hot_until > now), default=math.inf)
 
+    def _expected_seconds(self, agent: Agent) -> float:
+        """How long room is kept for one that has its answer: one that said nothing has to have come back
+        before, or it may be somebody's only call."""
+        if agent.waits_for:
+            return LONGEST_SECONDS
+        return self._gaps.stay("") if agent.num_returns else 0.0
+
     def _others(self, besides: Agent, now: float) -> list[Agent]:
         for key, agent in list(self._hot.items()):
             if not agent.is_hot(now):
@@ -241,7 +265,8 @@ class Agents:
         return [agent for agent in self._hot.values() if agent is not besides]
 
     def check_integrity(self, turns: Iterable[Turn]) -> None:
-        """Raises IntegrityError when agents and their turns disagree."""
+        """Raises IntegrityError when agents and their turns disagree, or a pin is past its deadline."""
+        self.pins.check_integrity()
         counted = Counter(key_of(turn) for turn in turns)
         for key, agent in self._agents.items():
             if agent.num_turns != counted[key] or not 0 <= agent.num_running <= agent.num_turns:

@@ -17,6 +17,10 @@ MAX_CUTS = 3
 
 _MERGE_TOKENS = 256
 """Two checkpoints closer than this are one: the tokens between cost less than a state."""
+_LONG_TOKENS = 4096
+_SHORT_OF_END_TOKENS = 1024
+"""A prefill that is long leaves a checkpoint so far before the end of its last message too: clients put
+reminders there that the next prompt lacks, and would else begin where this prefill began."""
 _TINY_ROWS = 64
 """A pass of so few rows costs nearly what a large one does."""
 
@@ -58,6 +62,11 @@ def due_cuts(stretch: Stretch) -> tuple[Cut, ...]:
     if stretch.num_matched - stretch.start > MIN_SHARED_TOKENS:
         add(stretch.num_matched, Kind.BRANCH, apart=_MERGE_TOKENS)
     add(stretch.system_tokens, Kind.SYSTEM, apart=_MERGE_TOKENS)
+    if not stretch.is_last:
+        short_of_end = stretch.turn_tokens - _SHORT_OF_END_TOKENS
+        before = max((cut.position for cut in due if cut.position < stretch.turn_tokens), default=0)
+        if short_of_end - max(before, stretch.start) >= _LONG_TOKENS:
+            due.append(Cut(short_of_end, Kind.TURN))
     return tuple(sorted(due[: stretch.num_allowed], key=lambda cut: cut.position))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -61,6 +62,16 @@ class Engine:
     def rest_seconds(self) -> float:
         """How long step() would find nothing to do although turns wait; usually 0."""
         return self._scheduler.rest_seconds(self._clock())
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long an engine without work may do nothing before `rest` is due; None: until somebody comes."""
+        expiry = self._scheduler.pins.next_expiry
+        return None if expiry == math.inf else max(expiry - self._clock(), 0.0)
+
+    def rest(self) -> None:
+        """Without work: let go of what is held for longer than it should be."""
+        self._scheduler.pins.expire(self._clock())
 
     def submit(self, submit: Submit) -> None:
         """Queue a turn; one that cannot be accepted ends with Failed in the next step's events."""

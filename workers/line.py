@@ -36,7 +36,7 @@ class LineRules:
     """How the line is ordered. `arrival` is first come, first served, and nobody is held or makes room."""
 
     order: Literal["agents", "arrival"] = "agents"
-    max_hold_seconds: float = 600.0  # for room in the pool
+    max_hold_seconds: float = 300.0  # for room in the pool
     max_pass_seconds: float = 120.0  # while others pass
     hot_share: float = 0.8  # of the pool: up to it agents are let in
     full_share: float = 0.95  # of the pool: beyond it the agents that were let in last have to wait

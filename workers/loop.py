@@ -50,10 +50,13 @@ class StepEngine(Protocol):
     def has_work(self) -> bool: ...
     @property
     def rest_seconds(self) -> float: ...
+    @property
+    def idle_seconds(self) -> float | None: ...
     def submit(self, submit: Submit) -> None: ...
     def cancel(self, cancel: Cancel) -> None: ...
     def cancel_agents(self, cancel: CancelAgents) -> None: ...
     def step(self) -> list[TurnEvent]: ...
+    def rest(self) -> None: ...
     def abandon(self) -> None: ...
     def check_integrity(self) -> None: ...
     def stats(self) -> EngineCounts: ...
@@ -122,15 +125,19 @@ class EngineLoop:
             events = self._engine.step()
             self._bus.send(events)
             _log_failures(events)
-        elif not self._is_checked:
-            self._engine.check_integrity()
-            self._is_checked = True
+        else:
+            self._engine.rest()
+            if not self._is_checked:
+                self._engine.check_integrity()
+                self._is_checked = True
         self._counts, self._memory_now = self._engine.stats(), self._memory()
 
     def _patience(self) -> float | None:
         if self._engine.has_work:
             return self._engine.rest_seconds
-        return None if self._is_checked else IDLE_CHECK_SECONDS
+        if not self._is_checked:
+            return IDLE_CHECK_SECONDS
+        return self._engine.idle_seconds
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, CancelAgents):

@@ -14,6 +14,8 @@ import structlog
 
 from kvcache.cache import Cache, Kept
 
+from .errors import IntegrityError
+
 log = structlog.get_logger(__name__)
 
 
@@ -48,7 +50,8 @@ class Pins:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._pins: dict[tuple[PinReason, AgentKey], Pin] = {}
-        self.next_expiry = math.inf
+        self.next_expiry = math.inf  # none runs out before
+        self._expired_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -69,12 +72,22 @@ class Pins:
 
     def expire(self, now: float) -> None:
         """Let go of what is past its deadline."""
+        self._expired_at = now
         if now < self.next_expiry:
             return
         for name, pin in list(self._pins.items()):
             if pin.until <= now:
                 self._release(name)
         self.next_expiry = min((pin.until for pin in self._pins.values()), default=math.inf)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError when a pin was past its deadline when `expire` last ran, or will be."""
+        for (reason, _), pin in self._pins.items():
+            if pin.until <= self._expired_at or pin.until < self.next_expiry:
+                raise IntegrityError(
+                    f"a pin ({reason.name}) until {pin.until:.0f} s stays: it is {self._expired_at:.0f} s "
+                    f"now and pins are let go at {self.next_expiry:.0f} s"
+                )
 
     def give_one(self, now: float) -> bool:
         """Let go of the one that is likely to be lost soonest anyway; False: there is none."""

@@ -54,6 +54,7 @@ class Scheduler:
         self._pace = pace
         self._drafter = drafter or NoDrafts()
         self._agents = Agents(cache)
+        self.pins = self._agents.pins
         self._line = Line(cache, self._agents, pace, rules)
         self._turns = Turns(cache, self._agents, self._line, num_workers)
 
@@ -105,7 +106,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None when nothing can run (its events may say why, or rest_seconds how long)."""
-        self._agents.pins.expire(now)
+        self.pins.expire(now)
         segments = self._decode(now)
         if self._turns.flight is not None:
             self._make_room_for_shorter(self._turns.flight, now)
@@ -199,7 +200,7 @@ class Scheduler:
             return True
         proposed.clear()
         while turn.path is not None and not self._cache.reserve(turn.path, turn.num_tokens):
-            if self._agents.pins.give_one(now):
+            if self.pins.give_one(now):
                 continue
             if self._turns.leaving:
                 return False  # it gets the pages that these give back after the step
@@ -240,7 +241,7 @@ class Scheduler:
     def _begin(self, turn: Turn, now: float) -> None:
         with self._turns.isolated(turn, "planning_failed", now):
             opening = open_path(self._cache, turn)
-            while opening is None and self._agents.pins.give_one(now):
+            while opening is None and self.pins.give_one(now):
                 opening = open_path(self._cache, turn)
             is_alone = not self._turns.running and not self._turns.leaving
             if opening is None and is_alone:

@@ -55,6 +55,7 @@ class Options:
     num_workers: int
     context_tokens: int | None
     num_orders: int
+    has_hints: bool
     seed: int
     rules: LineRules
     device: Device
@@ -79,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(POLICIES),
         default="agents",
         help="agents: as the engine does; fifo: first come, first served, nobody is held (agents)",
+    )
+    parser.add_argument(
+        "--hints",
+        choices=("trace", "none"),
+        default="trace",
+        help="trace: calls say what the trace knows (tool waited for, last call, parent); none (trace)",
     )
     parser.add_argument("--flops", type=float, default=30e12, metavar="X", help="FLOP a second (30e12)")
     parser.add_argument(
@@ -109,6 +116,7 @@ def parse(options: argparse.Namespace) -> Options:
         num_workers=options.workers,
         context_tokens=options.context,
         num_orders=options.orders,
+        has_hints=options.hints == "trace",
         seed=options.seed,
         rules=POLICIES[options.policy],
         device=Device(flops=options.flops, bytes_per_second=options.bytes_per_second),
@@ -120,6 +128,8 @@ def parse(options: argparse.Namespace) -> Options:
 def simulate(options: Options) -> Reports:
     """Replay every order. Raises TraceError, SettingsError and, for a fault of ours, IntegrityError."""
     trace = read_trace(options.trace)
+    if not options.has_hints:
+        trace = trace.without_hints()
     capacity = _capacity(options, trace)
     seeds = range(options.seed, options.seed + options.num_orders)
     return Reports.of(

@@ -11,7 +11,7 @@ import gzip
 import hashlib
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -78,6 +78,16 @@ class Trace:
             tuple(call for call in session if call.num_tokens <= context_tokens) for session in self.sessions
         )
         return Trace(tuple(session for session in kept if session), self.has_sessions)
+
+    def without_hints(self) -> Trace:
+        """As callers tell it that say nothing about their next calls."""
+        return Trace(
+            tuple(
+                tuple(replace(call, parent="", waits_for_tool=False, is_final=False) for call in session)
+                for session in self.sessions
+            ),
+            self.has_sessions,
+        )
 
     @property
     def num_calls(self) -> int:

@@ -11,7 +11,7 @@ def stretch(**changes: object) -> Stretch:
         "start": 0,
         "num_matched": 0,
         "system_tokens": 0,
-        "turn_tokens": 20_000,
+        "turn_tokens": 5000,
         "is_last": False,
         "forks": frozenset(),
     } | changes
@@ -19,28 +19,28 @@ def stretch(**changes: object) -> Stretch:
 
 
 def test_a_prompt_is_kept_at_its_turns_end_and_at_its_system_texts() -> None:
-    assert due_cuts(stretch(system_tokens=500)) == (Cut(500, Kind.SYSTEM), Cut(20_000, Kind.TURN))
+    assert due_cuts(stretch(system_tokens=500)) == (Cut(500, Kind.SYSTEM), Cut(5000, Kind.TURN))
 
 
 def test_what_was_restored_needs_no_checkpoint_before_it() -> None:
-    assert due_cuts(stretch(start=700, system_tokens=500)) == (Cut(20_000, Kind.TURN),)
-    assert due_cuts(stretch(start=20_000)) == ()
+    assert due_cuts(stretch(start=700, system_tokens=500)) == (Cut(5000, Kind.TURN),)
+    assert due_cuts(stretch(start=5000)) == ()
 
 
-@pytest.mark.parametrize(("system", "is_kept"), [(19_744, True), (19_745, False)])
+@pytest.mark.parametrize(("system", "is_kept"), [(4744, True), (4745, False)])
 def test_a_checkpoint_close_to_the_turns_end_is_left_out(system: int, is_kept: bool) -> None:
     assert (Cut(system, Kind.SYSTEM) in due_cuts(stretch(system_tokens=system))) is is_kept
 
 
 def test_a_fork_is_kept_however_close_to_the_turns_end_it_is() -> None:
-    assert due_cuts(stretch(forks=frozenset({19_950}))) == (
-        Cut(19_950, Kind.BRANCH),
-        Cut(20_000, Kind.TURN),
+    assert due_cuts(stretch(forks=frozenset({4950}))) == (
+        Cut(4950, Kind.BRANCH),
+        Cut(5000, Kind.TURN),
     )
 
 
 def test_a_fork_that_saves_little_is_no_cut() -> None:
-    assert due_cuts(stretch(start=19_000, forks=frozenset({19_500}))) == (Cut(20_000, Kind.TURN),)
+    assert due_cuts(stretch(start=4000, forks=frozenset({4500}))) == (Cut(5000, Kind.TURN),)
 
 
 @pytest.mark.parametrize(("matched", "num_cuts"), [(1000, 1), (1001, 2)])
@@ -49,9 +49,23 @@ def test_pages_that_match_far_beyond_the_state_make_a_branch(matched: int, num_c
 
 
 def test_there_are_three_at_most_and_the_turns_end_is_among_them() -> None:
-    cuts = due_cuts(stretch(system_tokens=500, num_matched=3000, forks=frozenset({5000, 7000, 9000})))
+    forks = frozenset({5000, 7000, 9000})
+    cuts = due_cuts(stretch(turn_tokens=20_000, system_tokens=500, num_matched=3000, forks=forks))
     assert cuts == (Cut(7000, Kind.BRANCH), Cut(9000, Kind.BRANCH), Cut(20_000, Kind.TURN))
     assert due_cuts(stretch(num_allowed=0)) == ()
+
+
+@pytest.mark.parametrize(("start", "is_kept"), [(14_880, True), (14_881, False)])
+def test_a_long_prefill_is_kept_short_of_its_end_too(start: int, is_kept: bool) -> None:
+    cuts = due_cuts(stretch(start=start, turn_tokens=20_000))
+    assert (Cut(18_976, Kind.TURN) in cuts) is is_kept
+    assert cuts[-1] == Cut(20_000, Kind.TURN)
+
+
+def test_a_checkpoint_not_far_before_makes_that_needless() -> None:
+    system = due_cuts(stretch(turn_tokens=20_000, system_tokens=15_000))
+    assert system == (Cut(15_000, Kind.SYSTEM), Cut(20_000, Kind.TURN))
+    assert due_cuts(stretch(turn_tokens=20_000, is_last=True)) == ()
 
 
 def test_of_a_last_call_only_what_others_share_is_kept() -> None:

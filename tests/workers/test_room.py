@@ -23,13 +23,16 @@ class Room:
         self.agents = Agents(cache)
         self.line = Line(cache, self.agents, Pace(PaceLimits()))
         self.now = 0.0
+        self.expects = "search"
         self._num_turns = 0
 
     def arrive(self, agent: str, num_tokens: int) -> Turn:
         """A turn of the agent waits."""
         self._num_turns += 1
         prompt = [sum(agent.encode()) % 251, *[index % 241 for index in range(num_tokens - 1)]]
-        submit = fake_submit(f"turn {self._num_turns}", prompt, max_tokens=1, session="s", agent=agent)
+        submit = fake_submit(
+            f"turn {self._num_turns}", prompt, max_tokens=1, session="s", agent=agent, expects=self.expects
+        )
         turn = open_turn(submit, fake_rules(context_length=POOL_TOKENS), self.now)
         turn.number = self._num_turns
         self.agents.arrived(turn, self.now)
@@ -129,4 +132,36 @@ def test_room_of_an_agent_that_is_done_for_is_free_at_once(room: Room) -> None:
     turn = room.arrive("c", 4000)
     assert room.next() is None
     room.agents.cancel({AgentKey("", "s", "a")})
+    assert room.next() is turn
+
+
+def test_no_room_is_kept_for_those_that_came_once_and_said_nothing(room: Room) -> None:
+    room.expects = ""
+    room.visit("a", 4000)
+    room.visit("b", 4000)
+    room.visit("c", 4000)
+
+
+def come_back(room: Room, *agents: str) -> None:
+    """Agents that said nothing, and were here twice."""
+    room.expects = ""
+    for agent in agents * 2:
+        room.visit(agent, 3500)
+        room.now += 1.0
+
+
+def test_nobody_waits_for_agents_that_came_back_once_and_say_nothing(room: Room) -> None:
+    come_back(room, "a", "b")
+    room.visit("c", 4000)
+
+
+def test_beside_one_that_is_sure_to_come_they_count_until_they_are_late(room: Room) -> None:
+    come_back(room, "a", "b")
+    room.expects = "search"
+    room.visit("d", 1100)
+    turn = room.arrive("c", 4000)
+    assert room.next() is None, "a and b have the room of two"
+    room.now += 250.0
+    assert room.next() is None
+    room.now += 51.0
     assert room.next() is turn
