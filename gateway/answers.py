@@ -64,6 +64,7 @@ class Answer:
         self.num_processed = 0  # prompt tokens so far, cached ones included
         self.turn_end: TurnEnd | None = None
         self.ended = False
+        self.is_stopped = False  # its reader has asked the turn to end
         self.said = Said()
         self._reader = Reader(self.shape.reading)
         self._texts: list[str] = []
@@ -92,12 +93,20 @@ class Answer:
                 self.num_processed = num_tokens
             case Tokens():
                 return self._feed_tokens(event)
+            case Cancelled(usage=usage, timings=timings) if self.is_complete:
+                self.turn_end = Finished(reason="stop", usage=usage, timings=timings)
+                return self._finish_chunks(self.turn_end)
             case Finished() | Cancelled() | Failed():
                 self.turn_end = self._unless_short(event)
                 return self._finish_chunks(self.turn_end) if isinstance(self.turn_end, Finished) else []
             case RunEnded():
                 self.ended = True
         return []
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all was said that the caller wants, though the turn goes on: the first call, say."""
+        return self._reader.has_dropped
 
     def failure(self) -> GatewayError | None:
         """Why the run ended without an answer; None if it did not end, or ended well."""

@@ -21,7 +21,7 @@ from workers.messages import RUN_END_ID
 from .answers import Answer
 from .errors import GatewayError, InvalidField, RunNotFound
 from .event_ids import id_pair
-from .runs import RunEvent
+from .runs import RunEvent, Runs
 from .state import STATE
 
 DONE = b"[DONE]"
@@ -101,12 +101,13 @@ async def answer_run(
             if answer.shape.stream:
                 stream = await _open(request)
                 await _send_after(after, stream, first.id, chunks)
-                await _stream(stream, answer, events, after)
+                await _stream(stream, answer, events, after, state.runs)
                 on_end(answer)
                 await _end(stream, answer)
                 return stream.response
             async for entry in events:
                 answer.feed(entry.event)
+                await _stop_when_complete(state.runs, answer)
     finally:
         state.followers.leave(run_id, cancel=is_ours and not answer.ended)
     failure = answer.failure()
@@ -146,7 +147,11 @@ async def _open(request: web.Request) -> SseStream:
 
 
 async def _stream(
-    stream: SseStream, answer: Answer, events: AsyncGenerator[RunEvent, None], after: str | None
+    stream: SseStream,
+    answer: Answer,
+    events: AsyncGenerator[RunEvent, None],
+    after: str | None,
+    runs: Runs,
 ) -> None:
     pending: asyncio.Future[RunEvent] | None = None
     try:
@@ -158,10 +163,18 @@ async def _stream(
                 continue
             entry, pending = pending.result(), None
             await _send_after(after, stream, entry.id, answer.feed(entry.event))
+            await _stop_when_complete(runs, answer)
     finally:
         if pending is not None:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
+
+
+async def _stop_when_complete(runs: Runs, answer: Answer) -> None:
+    """Ends a turn that says more than its caller wants."""
+    if answer.is_complete and not answer.is_stopped and answer.turn_end is None:
+        answer.is_stopped = True
+        await runs.cancel(answer.run_id)
 
 
 async def _end(stream: SseStream, answer: Answer) -> None:

@@ -197,6 +197,30 @@ async def test_one_call_at_a_time_is_kept_to(qwen: Gateway) -> None:
     assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_turn_that_calls_on_is_stopped_where_one_call_is_wanted(qwen: Gateway, stream: bool) -> None:
+    qwen.runs.script = lambda order: [
+        Tokens(token_ids=b"", text=CALL),
+        Tokens(token_ids=b"", text=CALL),
+        60.0,
+        *words("never")(order),
+    ]
+    asked = {**ASKED, "parallel_tool_calls": False}
+    if stream:
+        events = await qwen.stream(asked)
+        assert events[-1]["data"] == "[DONE]"
+        message, reason = assembled(chunks_of(events)), chunks_of(events)[-1]["choices"][0]["finish_reason"]
+    else:
+        status, body = await qwen.post(asked)
+        assert status == 200
+        message, reason = body["choices"][0]["message"], body["choices"][0]["finish_reason"]
+    assert len(message["tool_calls"]) == 1 and reason == "tool_calls"
+    assert len(qwen.runs.cancelled) == 1
+    [run_id] = qwen.runs.runs
+    async with qwen.http.get(f"{qwen.url}{CHAT}/{run_id}") as again:
+        assert again.status == 200  # told as a whole answer, though the turn was stopped
+
+
 async def test_mistrals_calls_have_ids_that_its_templates_take(gateway: Gateway) -> None:
     serve(gateway, MISTRAL + "{# [TOOL_CALLS] #}")
     choice = await ask(gateway, '[TOOL_CALLS]read_file[ARGS]{"path": "a"}')
