@@ -36,6 +36,7 @@ class WatchedRunner:
     def __init__(self, runner: ModelRunner) -> None:
         self.answers: list[Answer] = []
         self.num_restored = 0
+        self.num_restored_small = 0  # of these, from 8 bits
         self.num_replayed = 0  # answered from a kept hidden row alone
         self._runner = runner
         self._recorder = LogitRecorder(runner)
@@ -46,7 +47,10 @@ class WatchedRunner:
         result = self._runner.run(plan)
         if asked:
             self.answers += map(Answer, before, self._recorder.logits)
-        self.num_restored += sum(restore.row is not None for restore in plan.restores)
+        restored = [restore.row for restore in plan.restores if restore.row is not None]
+        self.num_restored += len(restored)
+        if self._runner.states is not None:
+            self.num_restored_small += sum(row >= self._runner.states.num_rows for row in restored)
         self.num_replayed += sum(segment.hidden_from is not None for segment in plan.segments)
         return result
 
@@ -85,8 +89,16 @@ class Family:
         self.folder = folder
         self.dense = Dense(Reference(folder, fp32=True).model)
 
-    def engine(self, bits: Literal["native", "8"] = "native", *, num_states: int = 40) -> TestedEngine:
-        kvcache = KVCacheSettings(bits=bits, pool_tokens=8192, states=num_states)
+    def engine(
+        self,
+        bits: Literal["native", "8"] = "native",
+        *,
+        num_states: int = 40,
+        num_small_states: int | None = None,
+    ) -> TestedEngine:
+        kvcache = KVCacheSettings(
+            bits=bits, pool_tokens=8192, states=num_states, small_states=num_small_states
+        )
         settings = EngineSettings(model=str(self.folder), weights="fp32", kvcache=kvcache)
         return TestedEngine(self, EngineUnderTest(settings, max_rows=CHUNK_ROWS))
 
