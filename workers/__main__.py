@@ -22,6 +22,8 @@ from .errors import SettingsError as UnfitSettings
 from .machine import load_blas
 from .settings import EngineSettings, load_settings
 
+_PROGRESS_WIDTH = 60
+
 ENGINE_EXAMPLES = """\
 examples:
   tetrarch engine --redis-url unix:///run/bus.sock
@@ -66,9 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     logs.configure("warning")
     asked = simulate.parse(options)
-    reports = simulate.simulate(asked)
-    print(reports.json() if asked.as_json else reports.table())
+    reports = simulate.simulate(asked, _tell_progress)
+    _tell_progress("")
+    try:
+        print(reports.json() if asked.as_json else reports.table(), flush=True)
+    except BrokenPipeError:  # whoever reads has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _tell_progress(text: str) -> None:
+    """In one line of a terminal, over what was there; nothing where nobody looks."""
+    if sys.stderr.isatty():
+        print(f"\r{text:<{_PROGRESS_WIDTH}}\r", end="", file=sys.stderr, flush=True)
 
 
 def _with_settings(verb: Callable[[EngineSettings], int]) -> Callable[[argparse.Namespace], int]:

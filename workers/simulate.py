@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,10 @@ Callers: --agents sessions are in flight, each with one call at a time; the next
 after the trace's think time (120 s at most), and when a session ends the next begins. Sessions come in an
 order drawn by --seed. Answers are new tokens of the traced length; they hold pages like any others.
 
+Hints: with --hints trace a call says whether its answer is a tool call, whether it is its agent's last
+and who its parent is, as an orchestrator would in headers or body. With none the engine is told only
+which agent calls, and learns from who comes back; compare both to see what hints are worth here.
+
 Cost of a step: each prefill row (6e9 + 1.97e5 x depth) FLOP; each decode row reads 1.7 GB of weights and
 13,056 bytes of KV for each token before it (Qwen3-Next-80B-A3B at 4.5 bits, 8-bit KV); both are added.
 Decoding goes on in one jump until a stream ends, a call arrives or a prefill chunk rides along.
@@ -33,6 +38,7 @@ examples:
   tetrarch simulate trace.jsonl.gz
   tetrarch simulate trace.jsonl.gz --agents 8 --pool-tokens 524288 --states 32 --orders 3
   tetrarch simulate trace.jsonl.gz --policy fifo          without admission and ageing
+  tetrarch simulate trace.jsonl.gz --hints none           callers that say nothing about their next calls
   tetrarch simulate trace.jsonl.gz --flops 15e12 --bytes-per-second 270e9 --json
 
 A trace has one JSON object a line: session, agent, think, input_length, output_length, stop and hash_ids
@@ -125,21 +131,25 @@ def parse(options: argparse.Namespace) -> Options:
     )
 
 
-def simulate(options: Options) -> Reports:
-    """Replay every order. Raises TraceError, SettingsError and, for a fault of ours, IntegrityError."""
+def simulate(options: Options, tell: Callable[[str], None]) -> Reports:
+    """Replay every order, telling now and then how far it is.
+
+    Raises TraceError, SettingsError and, for a fault of ours, IntegrityError.
+    """
     trace = read_trace(options.trace)
     if not options.has_hints:
         trace = trace.without_hints()
     capacity = _capacity(options, trace)
-    seeds = range(options.seed, options.seed + options.num_orders)
-    return Reports.of(
-        [
-            Replay(trace, capacity, options.device, seed, options.rules).run(
-                check_in_full=options.check_in_full
-            )
-            for seed in seeds
-        ]
-    )
+    num_calls = trace.within(capacity.context_tokens).num_calls
+    reports = []
+    for order in range(1, options.num_orders + 1):
+
+        def tell_calls(num_ended: int, order: int = order) -> None:
+            tell(f"order {order} of {options.num_orders}: {num_ended:,} of {num_calls:,} calls")
+
+        replay = Replay(trace, capacity, options.device, options.seed + order - 1, options.rules)
+        reports.append(replay.run(check_in_full=options.check_in_full, tell=tell_calls))
+    return Reports.of(reports)
 
 
 def _capacity(options: Options, trace: Trace) -> Capacity:

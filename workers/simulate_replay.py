@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer, models
@@ -106,14 +107,20 @@ class Replay:
         self._num_submitted = 0
         self._last_step_at = 0.0
 
-    def run(self, *, check_in_full: bool = False) -> Report:
-        """Until all sessions have ended. Raises IntegrityError when something does not add up or leaks."""
+    def run(self, *, check_in_full: bool = False, tell: Callable[[int], None] | None = None) -> Report:
+        """Until all sessions have ended; `tell` hears now and then how many calls have.
+
+        Raises IntegrityError when something does not add up or leaks.
+        """
         started = time.perf_counter()
         num_checked = 0
         while self._advance():
             if self._tally.num_calls > num_checked:
                 num_checked = self._tally.num_calls
-                self._check(in_full=check_in_full or not num_checked % CALLS_BETWEEN_FULL_CHECKS)
+                is_due = not num_checked % CALLS_BETWEEN_FULL_CHECKS
+                self._check(in_full=check_in_full or is_due)
+                if tell is not None and is_due:
+                    tell(num_checked)
         simulated_seconds, stats = self._clock.now, self.cache.stats()
         self._check_leaks()
         return self._report(stats, simulated_seconds, time.perf_counter() - started)

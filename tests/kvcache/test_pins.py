@@ -215,3 +215,46 @@ def test_a_running_path_keeps_a_gone_agents_pages_from_retiring(driver: Driver) 
     driver.run("xxxx", "cem")
     driver.cache.evict(1)
     assert driver.cache.stats().num_evicted_retired == 0
+
+
+def test_dropped_agents_leave_nothing_at_once(driver: Driver) -> None:
+    driver.run("xxxx", "cem")
+    driver.run("aaaabbbbcc", "ann")
+    driver.run("aaaabbbbdddd", "ann")
+    driver.run("aaaaeeee", "ann/bob")
+    driver.cache.drop(["ann", "ann/bob"])
+    driver.cache.check_integrity()
+    stats = driver.cache.stats()
+    assert (stats.num_tree, stats.num_checkpoints, driver.cached("xxxx")) == (1, 1, 4)
+    assert stats.num_evicted == 0
+
+
+def test_what_others_went_on_from_stays_when_an_agent_is_dropped(driver: Driver) -> None:
+    driver.run("aaaabbbbcccc", "ann")
+    driver.run("aaaabbbbdddd", "bob")
+    driver.cache.drop(["ann"])
+    driver.cache.check_integrity()
+    assert (driver.matched("aaaabbbbcccc"), driver.cached("aaaabbbbdddd")) == (8, 12)
+    driver.cache.drop(["bob"])
+    assert driver.matched("aaaabbbbdddd") == 8, "ann's pages leave by age: bob did not write them"
+
+
+def test_a_checkpoint_that_another_used_stays_with_its_pages(driver: Driver) -> None:
+    path = driver.open("aaaabbbbcccc", "ann").path
+    driver.keep(path, "aaaab")
+    driver.step(path, "aaaabbbbcccc")
+    driver.cache.close(path)
+    assert driver.restored("aaaabXX", "bob") == 5
+    driver.cache.drop(["ann"])
+    driver.cache.check_integrity()
+    assert driver.cached("aaaabXX") == 5
+
+
+def test_a_held_path_of_a_dropped_agent_goes_on(driver: Driver) -> None:
+    driver.run("aaaabbbb", "ann")
+    user = driver.open("aaaabbbbcc", "bob").path
+    driver.cache.drop(["ann"])
+    driver.cache.check_integrity()
+    driver.step(user, "aaaabbbbcc")
+    driver.cache.close(user)
+    driver.cache.check_integrity()

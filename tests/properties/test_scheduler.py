@@ -95,6 +95,7 @@ FAULTY_METHODS = (
     "pin",
     "unpin",
     "retire",
+    "drop",
     "reserve_state",
     "drop_state",
     "keep_state",

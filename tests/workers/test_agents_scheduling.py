@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import FakeModel, fake_submit
 from tests.workers.engine_bench import Bench, prompt_of
+from workers.errors import IntegrityError
 from workers.line import LineRules
 from workers.messages import Cancel, CancelAgents, Cancelled, Finished
 from workers.pace import PaceLimits
@@ -104,6 +105,59 @@ def test_a_subtrees_cancel_frees_everything_within_two_steps() -> None:
     assert counts.num_live_pages <= 3 + 100 // 64
     bench.run()
     assert isinstance(bench.end("other"), Finished)
+
+
+@pytest.mark.parametrize("num_states", [None, 32])
+def test_a_subtrees_cancel_leaves_what_was_there_before(num_states: int | None) -> None:
+    bench = large(num_states=num_states)
+    bench.runner.keeps_plans = False
+    head = prompt_of(3000)
+    bench.ask("other", [*head, *prompt_of(500, 8)], max_tokens=2, session="t", agent="other")
+    before = bench.cache.stats()
+    for round_number in range(2):
+        for index, name in enumerate(["parent", "child1", "child2", "grandchild"]):
+            parent = {"parent": "", "grandchild": "child1"}.get(name, "parent")
+            prompt = [*head, *prompt_of(2000, index), *prompt_of(700, 9 + round_number)]
+            run_id = f"{name}{round_number}"
+            bench.ask(run_id, prompt, max_tokens=3, session="s", agent=name, parent=parent, expects="search")
+    bench.engine.submit(
+        fake_submit("last", prompt_of(900, 3), max_tokens=500, session="s", agent="child2", parent="parent")
+    )
+    for _ in range(3):
+        bench.step()
+    bench.engine.cancel_agents(CancelAgents(session="s", agent="parent"))
+    bench.step()
+    bench.step()
+    after = bench.cache.stats()
+    assert (after.num_free, after.num_tree) == (before.num_free, before.num_tree)
+    assert (after.num_free_states, after.num_pinned_pages) == (before.num_free_states, 0)
+    bench.ask("again", [*head, *prompt_of(500, 8), 1], max_tokens=2, session="t", agent="other")
+    assert bench.end("again").usage.cached_tokens >= 3500, "what the others had is still there"
+
+
+def test_pins_run_out_while_nobody_calls() -> None:
+    bench = large()
+    waits = [bench.engine.idle_seconds]
+    bench.ask("one", prompt_of(4000), max_tokens=2, session="s", agent="a", expects="search")
+    assert not bench.engine.has_work
+    for seconds in (0.0, 59.0, 2.0):
+        bench.clock.advance(seconds)
+        waits.append(bench.engine.idle_seconds)
+    assert waits == [None, pytest.approx(60.0, abs=0.5), pytest.approx(1.0, abs=0.5), 0.0]
+    assert bench.engine.stats().num_pinned_pages > 60
+    bench.engine.rest()
+    assert (bench.engine.stats().num_pinned_pages, bench.engine.idle_seconds) == (0, None)
+    bench.engine.check_integrity()
+    bench.cache.clear()
+    assert bench.cache.stats().num_free == bench.cache.stats().num_pages
+
+
+def test_a_pin_that_would_stay_for_ever_is_noticed() -> None:
+    bench = large()
+    bench.ask("one", prompt_of(4000), max_tokens=2, session="s", agent="a", expects="search")
+    bench.engine._scheduler.pins.next_expiry = float("inf")
+    with pytest.raises(IntegrityError, match="pin"):
+        bench.engine.check_integrity()
 
 
 def test_a_subtree_is_found_by_agents_that_have_no_turn_any_more() -> None:
@@ -342,9 +396,9 @@ def test_a_prompt_that_left_most_behind_gives_up_the_old_path() -> None:
     bench = large(num_pages=256)
     bench.ask("one", prompt_of(9000), max_tokens=2, session="s", agent="a")
     bench.ask("two", prompt_of(2000, 3), max_tokens=2, session="s", agent="a")
-    bench.ask("three", prompt_of(5000, 4), max_tokens=2, session="s", agent="b")
+    bench.ask("three", prompt_of(7000, 4), max_tokens=2, session="s", agent="b")
     stats = bench.cache.stats()
-    assert stats.num_evicted_retired == stats.num_evicted > 0 or stats.num_evicted == 0
+    assert stats.num_evicted_retired == stats.num_evicted > 0
 
 
 class Oracle:

@@ -189,6 +189,18 @@ def test_an_idle_engine_checks_its_accounts_and_leaves_when_they_are_wrong(valke
         assert rig.desk.lease() is None
 
 
+def test_an_idle_engine_lets_go_of_pins_that_run_out(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.loop.IDLE_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr("workers.gaps._TOOL_SECONDS", 2.5)
+    rig.desk.create("run-1")
+    prompt = list(b"a prompt that fills more than one page of sixty-four tokens, and some more")
+    submit = fake_submit("run-1", prompt, max_tokens=2, session="s", agent="a", expects="search")
+    rig.desk.send(msgspec.structs.replace(submit, digest="d1", incarnation=1))
+    wait_for(lambda: rig.stats().num_pinned_pages > 0)
+    wait_for(lambda: rig.stats().num_pinned_pages == 0)
+    assert rig.ends("run-1") and rig.failure is None
+
+
 def test_a_broken_thread_ends_the_engine_and_its_turns(valkey: ValkeyServer) -> None:
     with valkey.client() as client:
         rig = Rig(valkey, Desk(client))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -197,3 +198,39 @@ class TestTheVerb:
             [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
         ).stdout
         assert printed.strip() == "False"
+
+
+def test_a_reader_who_has_enough_is_no_failure(trace_path: Path) -> None:
+    command = [sys.executable, "-m", "workers", "simulate", str(trace_path), "--json"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"", "no traceback, and no progress where there is no terminal"
+        assert process.wait(60) == 0
+
+
+def test_progress_goes_to_a_terminal(tmp_path: Path) -> None:
+    path = write(tmp_path / "agents.jsonl", growing_sessions(10, 12))
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "workers", "simulate", str(path), "--json", "--orders", "2"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 65536)
+    os.close(ours)
+    assert b"order 2 of 2: 100 of 120 calls" in shown
+    assert json.loads(done.stdout)["hit_rate"] > 0
+
+
+def test_callers_that_say_nothing_are_served_too(trace: Trace) -> None:
+    told, silent = replay(trace, pool=65_536), replay(trace.without_hints(), pool=65_536)
+    assert silent.num_failed == 0 and silent.num_calls == told.num_calls
+    assert silent.evicted_pages["of agents that are gone"] < told.evicted_pages["of agents that are gone"]
+
+
+def test_hints_are_a_flag(trace_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {}
+    for hints in ("trace", "none"):
+        arguments = ["simulate", str(trace_path), "--json", "--pool-tokens", "32768", "--hints", hints]
+        assert main(arguments) == 0
+        rates[hints] = json.loads(capsys.readouterr().out)["simulated_seconds"]
+    assert rates["trace"] != rates["none"]
