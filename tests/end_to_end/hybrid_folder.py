@@ -34,6 +34,9 @@ TOOL = {
     },
 }
 
+NO_MARKERS = {str(token_id): -100 for token_id in range(256, 320)}
+"""A bias for answers of bytes alone: a trained model does not write turn markers into one either."""
+
 _TEMPLATE = """\
 {%- if messages[0].role == 'system' or tools %}
 {{- '<|im_start|>system\\n' }}
@@ -114,6 +117,7 @@ class Agent:
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "logit_bias": NO_MARKERS,
             **more,
         }
 

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
 
 NUM_STATES = 8
 POOL_TOKENS = 65_536
-FLAGS = ("--kv-bits", "native", "--pool-tokens", str(POOL_TOKENS), "--keepalive-seconds", "0.05")
+FLAGS = ("--kv-bits", "native", "--pool-tokens", str(POOL_TOKENS), "--keepalive-seconds", "0.02")
 SYSTEM = {"role": "system", "content": words(0, 700)}
 
 
