@@ -40,6 +40,7 @@ class LineRules:
     max_pass_seconds: float = 120.0  # while others pass
     hot_share: float = 0.8  # of the pool: up to it agents are let in
     full_share: float = 0.95  # of the pool: beyond it the agents that were let in last have to wait
+    shared_share: float = 0.5  # of a first prompt: it takes little room where so much of it is there
     resident_share: float = 0.9  # of what an agent had: enough of it is there to go on at once
 
 
@@ -169,6 +170,8 @@ class Line:
         if agent is None or agent.num_running:
             return True
         num_shared = agent.num_shared if agent.num_tokens else self._look(waiter).num_matched
+        if not agent.num_tokens and num_shared > self.rules.shared_share * len(turn.prompt):
+            return True
         num_needed = len(turn.prompt) + answer_tokens(turn) - num_shared
         if self._agents.is_hot(turn, now):
             if self._agents.senior_tokens(agent, now) + num_needed <= self._full_tokens:

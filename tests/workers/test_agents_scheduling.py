@@ -237,6 +237,17 @@ def test_a_new_agent_waits_while_those_expected_back_fill_the_pool() -> None:
     assert bench.clock.now - started < 320.0
 
 
+def test_a_first_call_that_shares_most_of_its_prompt_does_not_wait_for_room() -> None:
+    bench = large(num_pages=256)
+    crowd(bench, 3, 4000)
+    for name, num_own in (("sibling", 1500), ("stranger", 4500)):
+        prompt = [*prompt_of(4000), *prompt_of(num_own, num_own)]
+        bench.engine.submit(fake_submit(name, prompt, max_tokens=2, session="s", agent=name))
+    bench.run()
+    assert bench.end("sibling").timings.queue_seconds == 0.0
+    assert bench.end("stranger").timings.queue_seconds > 10.0
+
+
 def test_nobody_is_held_for_longer_than_the_rule_says() -> None:
     bench = large(num_pages=256, line=LineRules(max_hold_seconds=20.0))
     crowd(bench, 3, 4000)
