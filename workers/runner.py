@@ -76,7 +76,7 @@ class ModelRunner:
         for move in plan.demotions:
             states.demote(move.source, move.target)
         if plan.demotions:
-            mx.eval(*states.arrays())  # before what they left is written
+            mx.eval(*states.arrays())  # what they left may be written next, which must not copy it
         for save in plan.saves_before:
             states.save(save.worker, save.row)
         if plan.saves_before:

@@ -133,6 +133,17 @@ def test_a_step_that_moves_states_copies_no_pool_of_them(folders: Folders) -> No
         assert mx.get_peak_memory() - before < smallest_copy / 2
 
 
+def test_what_small_rows_hold_is_measured(folders: Folders) -> None:
+    loaded = HandDriven(folders("qwen3_next"), num_states=2, num_small_states=5).loaded
+    # 3 layers x (4 heads x 32 x 32 codes, 4 x 32 scales, 3 inputs of 256 channels), and a hidden row of 128
+    small = 3 * (4 * 32 * 32 + 4 * (4 * 32 + 3 * 256)) + 4 * 128
+    facts = loaded.states
+    assert facts is not None
+    assert (facts.num_states, facts.num_small_states, facts.bytes_per_small_state) == (2, 5, small)
+    assert facts.total_bytes == (4 + 2) * facts.bytes_per_state + 5 * small
+    assert facts.total_bytes == next(i.num_bytes for i in loaded.ledger.items if i.name == "states")
+
+
 # In what the model then says
 
 
