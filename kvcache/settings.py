@@ -19,15 +19,15 @@ class KVCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     pool_tokens: tokens that the pool holds, in whole pages; None lets the memory ledger choose.
     states: checkpoints of a hybrid model's recurrent state that are kept; None lets the memory ledger choose.
     shared_reads: a prefix that running turns share is attended once for all of them.
-    small_states: more of them, in 8 bits, for those that give up their place; None: as many as fit of
-    `states`, none with native rows.
+    small_states: more of them, in 8 bits, for those that give up their place. None by default: what a state
+    loses is felt by every later token (docs/decisions/002).
     prefix_cache: False computes every prompt from its first token and keeps nothing after a turn.
     """
 
     bits: KVBits = "8"
     pool_tokens: int | None = None
     states: int | None = None
-    small_states: int | None = None
+    small_states: int = 0
     prefix_cache: bool = True
     shared_reads: bool = True
 
@@ -49,8 +49,5 @@ def check(settings: KVCacheSettings) -> None:
             f"states is {settings.states}: use at least 1, or leave it out and the memory ledger chooses; "
             "prefix_cache false keeps none"
         )
-    if settings.small_states is not None and settings.small_states < 0:
-        raise ValueError(
-            f"small_states is {settings.small_states}: use 0 or more, or leave it out and the memory ledger "
-            "chooses"
-        )
+    if settings.small_states < 0:
+        raise ValueError(f"small_states is {settings.small_states}: use 0 (none) or more")

@@ -120,12 +120,11 @@ def describe(loaded: Loaded, settings: EngineSettings, *, blas: str, step_second
 
 def _in_force(loaded: Loaded, settings: EngineSettings, step_seconds: float) -> dict[str, Any]:
     pool_tokens = loaded.kv.num_pages * loaded.kv.page_tokens
-    is_hybrid = loaded.ledger.num_states is not None
     cache: KVCacheSettings = msgspec.structs.replace(
         settings.kvcache,
         pool_tokens=pool_tokens,
         states=loaded.ledger.num_states,
-        small_states=loaded.ledger.num_small_states if is_hybrid else None,
+        small_states=loaded.ledger.num_small_states,
     )
     effective = msgspec.structs.replace(
         settings,

@@ -94,7 +94,7 @@ class Family:
         bits: Literal["native", "8"] = "native",
         *,
         num_states: int = 40,
-        num_small_states: int | None = None,
+        num_small_states: int = 0,
     ) -> TestedEngine:
         kvcache = KVCacheSettings(
             bits=bits, pool_tokens=8192, states=num_states, small_states=num_small_states

@@ -131,7 +131,7 @@ def test_the_report_shows_no_password() -> None:
         "bits": "8",
         "pool_tokens": None,
         "states": None,
-        "small_states": None,
+        "small_states": 0,
         "prefix_cache": True,
         "shared_reads": True,
     }
