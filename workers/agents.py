@@ -203,10 +203,15 @@ class Agents:
         family = {key for key in self._agents if key[:2] == top[:2]}
         if not top.agent:
             return family | {top}
-        found, size = {top}, 0
-        while len(found) != size:
-            size = len(found)
-            found |= {key for key in family if self._agents[key].parent in found}
+        children: dict[AgentKey | None, list[AgentKey]] = {}
+        for key in family:
+            children.setdefault(self._agents[key].parent, []).append(key)
+        found, waiting = {top}, [top]
+        while waiting:
+            for child in children.get(waiting.pop(), ()):
+                if child not in found:  # callers may name their parents in a circle
+                    found.add(child)
+                    waiting.append(child)
         return found
 
     def cancel(self, keys: set[AgentKey]) -> None:

@@ -104,10 +104,15 @@ class Pins:
 
     def _release(self, name: tuple[PinReason, AgentKey]) -> None:
         pin = self._pins.pop(name, None)
-        if pin is None:
+        if pin is None or self._is_held(name[1], pin.kept):
             return
         try:
             self._cache.unpin(pin.kept)
         except Exception:  # nobody's turn: tried once more, as a pin that stays would lock its pages for ever
             log.exception("a pin was not released at once")
             self._cache.unpin(pin.kept)
+
+    def _is_held(self, key: AgentKey, kept: Kept) -> bool:
+        """Whether another reason is left to hold the same prefix: the cache locks it once for all of them."""
+        pins = (self._pins.get((reason, key)) for reason in PinReason)
+        return any(pin is not None and pin.kept is kept for pin in pins)

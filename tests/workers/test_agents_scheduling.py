@@ -314,6 +314,19 @@ def test_a_parent_is_kept_until_its_children_are_done() -> None:
     assert bench.engine.stats().num_pinned_pages == 0
 
 
+def test_a_prefix_that_is_held_for_two_reasons_stays_until_both_are_gone() -> None:
+    bench = large()
+    bench.ask("parent", prompt_of(4000), max_tokens=2, session="s", agent="parent", expects="Task")
+    pinned = bench.engine.stats().num_pinned_pages
+    bench.ask(
+        "child", prompt_of(100, 1), max_tokens=2, session="s", agent="child", parent="parent", is_final=True
+    )
+    assert bench.engine.stats().num_pinned_pages == pinned > 60, "its children are done, the tool is not"
+    bench.clock.advance(61.0)
+    bench.ask("other", prompt_of(10, 3), max_tokens=2)
+    assert bench.engine.stats().num_pinned_pages == 0
+
+
 def test_retain_pin_outlasts_the_tools_time_and_ends_with_the_session() -> None:
     bench = large()
     bench.ask("one", prompt_of(4000), max_tokens=2, session="s", agent="a", retain="pin")
