@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 
+from .matching import deepest_above
 from .nodes import Checkpoint, Kind, Node
 from .state_rows import StateRows
 
 __all__ = ["Cause", "Checkpoint", "Checkpoints", "Kind"]
 
 _NUM_KEPT_TURNS = 2
+_NEAR_TOKENS = 2048
 
 
 class Cause(IntEnum):
@@ -21,7 +23,7 @@ class Cause(IntEnum):
 
     SUPERSEDED = 0  # its agent has gone on from newer ones
     RETIRED = 1  # its agent is gone
-    AGED = 2  # used longest ago
+    AGED = 2  # used longest ago, those first that lie close behind another
 
 
 class Checkpoints:
@@ -155,5 +157,13 @@ def _cause(checkpoint: Checkpoint) -> Cause:
     return Cause.RETIRED if checkpoint.is_retired else Cause.AGED
 
 
-def _standing(checkpoint: Checkpoint) -> tuple[Cause, int, int]:
-    return _cause(checkpoint), checkpoint.last_use, checkpoint.position
+def _standing(checkpoint: Checkpoint) -> tuple[Cause, bool, int, int]:
+    """The lowest leaves first: of those that age, first the ones without which little is computed again."""
+    cause = _cause(checkpoint)
+    is_apart = cause is Cause.AGED and not _is_near_another(checkpoint)
+    return cause, is_apart, checkpoint.last_use, checkpoint.position
+
+
+def _is_near_another(checkpoint: Checkpoint) -> bool:
+    above = deepest_above(checkpoint.node, checkpoint.position - 1)
+    return above is not None and checkpoint.position - above.position <= _NEAR_TOKENS

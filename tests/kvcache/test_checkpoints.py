@@ -37,7 +37,27 @@ def test_an_answer_is_not_superseded_before_the_next_turn() -> None:
     driver.run("aaaa", "ann")
     driver.run("aaaabbbb", "ann", Kind.GENERATED)
     driver.run("yyyy", "cem")
-    assert (driver.cached("xxxx"), driver.cached("aaaabbbb")) == (0, 8)
+    stats = driver.cache.stats()
+    assert (stats.num_states_superseded, stats.num_states_aged) == (0, 1)
+
+
+def test_of_two_checkpoints_close_together_the_deeper_one_leaves_before_any_that_stands_alone() -> None:
+    driver = Driver(num_states=3)
+    driver.run("xxxx", "bob")
+    driver.run("aaaa", "ann")
+    driver.run("aaaabbbb", "ann")
+    driver.run("yyyy", "cem")
+    assert (driver.cached("xxxx"), driver.cached("aaaabbbb"), driver.cached("yyyy")) == (4, 4, 4)
+
+
+def test_checkpoints_far_apart_leave_by_age() -> None:
+    driver = Driver(num_pages=1200, num_states=3)
+    far = "aaaa" + "b" * 2052
+    driver.run("xxxx", "bob")
+    driver.run("aaaa", "ann")
+    driver.run(far, "ann")
+    driver.run("yyyy", "cem")
+    assert (driver.cached("xxxx"), driver.cached(far), driver.cached("yyyy")) == (0, 2056, 4)
 
 
 def test_the_end_of_the_system_prompt_is_never_superseded() -> None:
@@ -93,7 +113,7 @@ def test_using_a_superseded_checkpoint_gives_it_back_its_place() -> None:
         driver.run(text, "ann")
     assert driver.restored("aaaaQ", "ann") == 4
     driver.run("yyyy", "cem")
-    assert (driver.cached("xxxx"), driver.cached("aaaa")) == (0, 4)
+    assert (driver.cached("aaaa"), driver.cache.stats().num_states_superseded) == (4, 0)
 
 
 def test_then_checkpoints_of_agents_that_are_gone_leave_then_the_one_used_longest_ago() -> None:
