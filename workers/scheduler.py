@@ -119,7 +119,8 @@ class Scheduler:
         saves = self._turns.leaving.saves()
         if not segments and not saves:
             rests = bool(self._line) and not self._turns.running
-            self._turns.rests_until = self._line.next_change(now) if rests else None
+            until = min(self._line.next_change(now), self.pins.next_expiry)
+            self._turns.rests_until = until if rests else None
             return None
         turns = [self._turns.running[segment.worker] for segment in segments]
         copies = tuple(turn.copy for turn in turns if turn.copy is not None)
