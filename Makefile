@@ -33,7 +33,7 @@ serve: setup
 	@exec $(VENV)/python -m gateway serve
 
 test: setup
-	$(VENV)/python -m pytest -q -m 'not slow'
+	$(VENV)/python -m pytest -q -m 'not slow' -n 2 --dist loadfile
 
 check: tools
 	$(VENV)/python -m ruff format --check .
