@@ -43,7 +43,7 @@ def prompt(first: int, num_tokens: int = 20) -> list[int]:
 
 
 def test_agents_in_turn_go_on_from_states_that_made_room_for_each_other() -> None:
-    bench = hybrid(num_states=2, num_small_states=8)
+    bench = hybrid(num_states=2, num_small_states=12)
     talks = {agent: prompt(first) for first, agent in enumerate(("a", "b", "c", "d"), 100)}
     for number in range(3):
         for agent, talk in talks.items():
