@@ -47,6 +47,7 @@ class Agent:
 
     key: AgentKey
     parent: AgentKey | None = None
+    counted_by: AgentKey | None = None  # the parent among whose children at work it is
     num_turns: int = 0  # waiting or running
     num_running: int = 0  # of these, those that have had a worker
     num_children: int = 0  # of its children, those that have turns here
@@ -76,11 +77,11 @@ class Agent:
     @property
     def is_due(self) -> bool:
         """At work or waiting for that, or sure to come back: it waits for a tool or for its children."""
-        return self.num_turns > 0 or bool(self.waits_for) or self.num_children > 0
+        return self.state in (AgentState.RUNNING, AgentState.WAIT_TOOL) or self.num_children > 0
 
     def is_hot(self, now: float) -> bool:
         """At work, or expected back."""
-        return self.num_running > 0 or (not self.is_dead and now < self.hot_until)
+        return self.num_running > 0 or (self.state is not AgentState.DEAD and now < self.hot_until)
 
 
 def key_of(turn: Turn) -> AgentKey | None:
@@ -95,8 +96,8 @@ def agent_name(turn: Turn) -> str:
 
 
 def name_of(key: AgentKey) -> str:
-    """The same of an agent."""
-    return "\x1f".join(key)
+    """The same of an agent; no two agents have one name, whatever theirs hold."""
+    return "".join(f"{len(part)}:{part}" for part in key)
 
 
 class Agents:
@@ -168,10 +169,11 @@ class Agents:
             return
         agent.num_turns -= 1
         agent.num_running -= turn.started_at is not None
-        agent.left_at = now
-        agent.waits_for = turn.hints.expects
+        agent.left_at = now if turn.is_answered else None
+        agent.waits_for = turn.hints.expects if turn.is_answered else ""
         agent.is_dead = turn.hints.is_last and not agent.num_turns
-        agent.hot_until = now + self._expected_seconds(agent)
+        until = now + self._expected_seconds(agent)
+        agent.hot_until = until if turn.started_at is not None else min(agent.hot_until, until)
         tokens = turn.tokens(0, turn.num_tokens) if turn.started_at is not None else array("I")
         if tokens:
             agent.num_tokens = len(tokens)
@@ -296,17 +298,16 @@ class Agents:
         except Exception:  # nobody's turn: what it keeps leaves later, by age
             log.exception("a prefix was not retired")
 
-    def _parent(self, agent: Agent) -> Agent | None:
-        return None if agent.parent is None else self._agents.get(agent.parent)
-
     def _child_came(self, agent: Agent, now: float) -> None:
-        parent = self._parent(agent)
+        parent = None if agent.parent is None else self._agents.get(agent.parent)
         if parent is not None:
+            agent.counted_by = parent.key
             parent.num_children += 1
             self._pin_for_join(parent, now)
 
     def _child_left(self, agent: Agent) -> None:
-        parent = self._parent(agent)
+        counted_by, agent.counted_by = agent.counted_by, None
+        parent = None if counted_by is None else self._agents.get(counted_by)
         if parent is not None and parent.num_children:
             parent.num_children -= 1
             if not parent.num_children:

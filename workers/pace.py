@@ -141,7 +141,7 @@ class Pace:
     def _aligned(self, num_rows: int, num_decoding: int) -> int:
         """Rounded down so that with the decode rows they are a multiple of row_multiple, if few are lost."""
         aligned = num_rows - (num_rows + num_decoding) % self.limits.row_multiple
-        return aligned if aligned > num_rows // 2 else num_rows
+        return aligned if 4 * aligned > 3 * num_rows else num_rows
 
 
 def _prefill_of(plan: StepPlan) -> Segment:

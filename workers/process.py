@@ -35,6 +35,9 @@ STOP_PATIENCE_SECONDS = 10.0
 
 CPU_STEP_SECONDS = 0.12
 GPU_STEP_SECONDS = 0.3
+CPU_MIN_ROWS = 20
+GPU_MIN_ROWS = 32
+"""Of a prefill chunk beside decoding turns. A CPU is over its budget by then: fewer rows keep gaps short."""
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +91,11 @@ def load_parts(settings: EngineSettings) -> Parts:
         cache,
         rules_of(loaded),
         num_workers=settings.workers,
-        limits=PaceLimits(step_seconds=step_seconds, row_multiple=1 if is_gpu else KERNEL_ROWS),
+        limits=PaceLimits(
+            step_seconds=step_seconds,
+            min_rows=GPU_MIN_ROWS if is_gpu else CPU_MIN_ROWS,
+            row_multiple=1 if is_gpu else KERNEL_ROWS,
+        ),
     )
     info = describe(loaded, settings, blas=blas, step_seconds=step_seconds)
 

@@ -81,6 +81,8 @@ class Scheduler:
 
     def cancel_agents(self, cancel: CancelAgents, now: float) -> None:
         """End the turns of one agent and of all its descendants, and let go of what they keep."""
+        if not cancel.session and not cancel.agent:
+            return  # it would be everybody who gives no names
         agents = self._agents.subtree(AgentKey(cancel.tenant, cancel.session, cancel.agent))
         for turn in self._turns:
             if _is_of(turn, agents):
@@ -383,6 +385,7 @@ class Scheduler:
         return acceptance
 
     def _finish(self, turn: Turn, ending: Ending, last: Kind | None, now: float) -> None:
+        turn.is_answered = True
         end = Finished(
             reason=ending.reason,
             usage=turn.usage(),

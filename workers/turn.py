@@ -115,6 +115,7 @@ class Turn:
     cached_tokens: int = 0
     progress_tokens: int = 0  # the largest prefill progress that was told
     started_at: float | None = None
+    is_answered: bool = False  # ended by itself: not cancelled, not failed
     first_token_at: float | None = None
     last_token_at: float | None = None
 

@@ -8,10 +8,12 @@ import pytest
 
 from tests.fakes import FakeModel, fake_submit
 from tests.workers.engine_bench import Bench, prompt_of
+from workers.agents import name_of
 from workers.errors import IntegrityError
 from workers.line import LineRules
 from workers.messages import Cancel, CancelAgents, Cancelled, Finished
 from workers.pace import PaceLimits
+from workers.pins import AgentKey
 from workers.turn import Turn
 
 LARGE = PaceLimits(min_rows=512, min_idle_rows=2048, max_rows=2048)
@@ -471,3 +473,46 @@ def test_an_end_among_proposed_tokens_caps_what_is_kept(num_states: int | None) 
     assert bench.token_ids("one") == answer[:7]
     after = bench.ask("next", [*prompt_of(20), *answer[:7], 5], max_tokens=3)
     assert bench.token_ids("next") == bench.model.generate(after, 3)
+
+
+def test_a_child_of_two_parents_in_turn_is_counted_by_the_one_it_came_for() -> None:
+    bench = large()
+    for parent in ("p", "q"):
+        bench.ask(parent, prompt_of(4000, len(parent)), max_tokens=2, session="s", agent=parent)
+    bench.engine.submit(
+        fake_submit("c1", prompt_of(100, 1), max_tokens=20, session="s", agent="c", parent="p")
+    )
+    bench.step()
+    pinned = bench.engine.stats().num_pinned_pages
+    assert pinned > 0
+    bench.engine.submit(
+        fake_submit("c2", prompt_of(100, 1), max_tokens=2, session="s", agent="c", parent="q")
+    )
+    bench.run()
+    assert bench.engine.stats().num_pinned_pages == 0, "p's child is done, q had none of its own"
+
+
+def test_a_cancelled_call_waits_for_no_tool() -> None:
+    bench = large()
+    bench.engine.submit(
+        fake_submit("one", prompt_of(4000), max_tokens=50, session="s", agent="a", expects="Task")
+    )
+    while not bench.token_ids("one"):
+        bench.step()
+    bench.engine.cancel(Cancel(run_id="one", attempt=1))
+    bench.run()
+    assert bench.engine.stats().num_pinned_pages == 0
+
+
+def test_names_that_hold_separators_are_still_two_agents() -> None:
+    assert name_of(AgentKey("a", "b:1", "c")) != name_of(AgentKey("a", "b", "1:c"))
+    assert name_of(AgentKey("a", "b\x1fc", "d")) != name_of(AgentKey("a\x1fb", "c", "d"))
+
+
+def test_a_cancel_that_names_nobody_ends_nobody() -> None:
+    bench = large()
+    bench.engine.submit(fake_submit("one", prompt_of(100), max_tokens=4))
+    bench.step()
+    bench.engine.cancel_agents(CancelAgents(session="", agent=""))
+    bench.run()
+    assert isinstance(bench.end("one"), Finished)
