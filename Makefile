@@ -2,6 +2,7 @@
 
 PYTHON3 := $(shell command -v python3 || command -v python3.13 || command -v python3.12 || command -v python3.11)
 VENV := .venv/bin
+SOAK_EXAMPLES := 1000
 
 .PHONY: help setup tools demo serve test check fix gate soak bench clean
 
@@ -49,7 +50,7 @@ gate: tools
 	$(VENV)/python -m pytest -q -m slow tests/workers/test_simulate_gate.py
 
 soak: setup
-	TETRARCH_SOAK=1 $(VENV)/python -m pytest -q tests/properties
+	TETRARCH_SOAK=$(SOAK_EXAMPLES) $(VENV)/python -m pytest -q -n 2 --dist loadfile tests/properties
 	$(VENV)/python -m pytest -q -m slow
 
 bench:

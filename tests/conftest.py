@@ -1,6 +1,6 @@
 """What several rooms need: a real Valkey server out of the wheel, what is logged, hypothesis profiles.
 
-Hypothesis finds the same examples each time, and fresh ones with TETRARCH_SOAK set (`make soak`).
+Hypothesis finds the same examples each time, and so many fresh ones as TETRARCH_SOAK says (`make soak`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workers.machine import load_blas
 
 load_blas()  # before any test imports MLX
 
-_IS_SOAK = bool(os.environ.get("TETRARCH_SOAK"))
+_SOAK_EXAMPLES = int(os.environ.get("TETRARCH_SOAK", "0"))
 _SOAK_SECONDS = 3600
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -47,18 +47,18 @@ settings.register_profile(
 settings.register_profile(
     "soak",
     deadline=None,
-    max_examples=3000,
+    max_examples=_SOAK_EXAMPLES or 1,
     stateful_step_count=100,
     print_blob=True,
     suppress_health_check=_SLOW_IS_FINE,
 )
-settings.load_profile("soak" if _IS_SOAK else "ci")
+settings.load_profile("soak" if _SOAK_EXAMPLES else "ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A soak outlives the timeout of an ordinary test."""
     for item in items:
-        if _IS_SOAK and Path(__file__).parent / "properties" in item.path.parents:
+        if _SOAK_EXAMPLES and Path(__file__).parent / "properties" in item.path.parents:
             item.add_marker(pytest.mark.timeout(_SOAK_SECONDS))
 
 

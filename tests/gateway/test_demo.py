@@ -221,14 +221,14 @@ def test_a_terminal_shows_the_live_answer_and_is_left_clean() -> None:
 
 
 SERVER = """
-import http.server, os, pathlib, signal, sys
+import http.server, os, pathlib, signal, sys, time
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if sys.argv[2] == "dies" and self.path != "/ready":
             os._exit(7)
         self.send_response(200); self.end_headers()
         if sys.argv[2] == "hangs" and self.path != "/ready":
-            signal.pause()
+            time.sleep(60)
 def stop(*_):
     pathlib.Path(sys.argv[1]).write_text(os.environ["TETRARCH_HOME"]); sys.exit(0)
 signal.signal(signal.SIGINT, stop)

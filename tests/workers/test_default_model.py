@@ -30,6 +30,8 @@ QUESTIONS = ["Write a short story about a fox.", "Name three uses of a radix tre
 LARGEST_TIE = 0.3
 """DESIGN 4: with 8 bits a difference may start only where the reference's two best logits are closer."""
 
+pytestmark = pytest.mark.timeout(300)  # thousands of tokens through a real model, beside other tests
+
 
 @pytest.fixture(scope="module")
 def folder() -> Path:

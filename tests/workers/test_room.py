@@ -47,6 +47,7 @@ class Room:
         self.line.remove(turn)
         turn.started_at = self.now
         self.agents.started(turn, 0, None)
+        turn.is_answered = True
         self.agents.ended(turn, self.now, was_published=True)
 
     def visit(self, agent: str, num_tokens: int) -> None:
