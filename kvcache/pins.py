@@ -36,7 +36,7 @@ class Pins:
     def pin(self, kept: Kept, now: int) -> bool:
         """Keeps what is left of a prefix; False where nothing is, or where it is too much."""
         if kept in self._pins:
-            return True
+            return not self._pins[kept].node.is_hidden
         node = _last_node(kept)
         if node.parent is None or node.is_hidden:
             return False

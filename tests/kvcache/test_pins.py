@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from kvcache.cache import Cache, Kind
@@ -258,3 +260,18 @@ def test_a_held_path_of_a_dropped_agent_goes_on(driver: Driver) -> None:
     driver.step(user, "aaaabbbbcc")
     driver.cache.close(user)
     driver.cache.check_integrity()
+
+
+def test_a_pin_on_what_was_found_faulty_since_holds_nothing() -> None:
+    cache = Cache(8, page_tokens=4, num_states=2)
+    path = cache.open(b"", array("I", [1, 2, 3, 4]), max_match=0).path
+    assert cache.reserve(path, 4)
+    cache.commit(path, [1, 2, 3, 4])
+    cache.publish(path)
+    kept = cache.kept(path)
+    assert cache.pin(kept) and cache.pin(kept)
+    cache.poison(path)
+    assert not cache.pin(kept)
+    cache.unpin(kept)
+    cache.check_integrity()
+    assert cache.stats().num_free == 8
