@@ -67,7 +67,7 @@ class StepAttention:
         new = [range(max(s.start, s.num_sealed), s.start + s.num_rows) for s in segments]
         places = [pools.places_of(s.pages, p) for s, p in zip(segments, new, strict=True) if p]
         self._places = mx.concatenate(places) if places else None
-        self._new_rows = _new_rows(segments)
+        self._new_rows = _new_rows(segments, new)
         reads = plan_reads(segments, pools.page_tokens, share=share)
         self._reads = tuple(self._plan(read) for read in reads)
         self._merge_index = _merge_index(reads, self._num_rows)
@@ -192,17 +192,16 @@ class StepAttention:
         return summed[..., 1:] / summed[..., :1]
 
 
-def _new_rows(segments: Sequence[Rows]) -> mx.array | None:
-    """int32, rows of the step whose K and V are to be written; None: all."""
-    if all(segment.num_sealed <= segment.start for segment in segments):
+def _new_rows(segments: Sequence[Rows], new: Sequence[range]) -> mx.array | None:
+    """int32, rows of the step at the positions whose K and V are to be written; None: all."""
+    if all(len(positions) == segment.num_rows for segment, positions in zip(segments, new, strict=True)):
         return None
-    new: list[int] = []
+    rows: list[int] = []
     first = 0
-    for segment in segments:
-        end = first + segment.num_rows
-        new += range(min(end, first + max(0, segment.num_sealed - segment.start)), end)
-        first = end
-    return mx.array(new, mx.int32)
+    for segment, positions in zip(segments, new, strict=True):
+        rows += [first + position - segment.start for position in positions]
+        first += segment.num_rows
+    return mx.array(rows, mx.int32)
 
 
 def _tile_borders(read: Read, widest: int, page_tokens: int) -> list[int]:

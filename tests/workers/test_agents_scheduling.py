@@ -38,35 +38,8 @@ def order_of_starts(bench: Bench) -> list[str]:
     return [run_id for _, run_id in sorted(starts)]
 
 
-def test_eight_children_forked_at_once_cost_one_prefill() -> None:
-    bench = large()
-    bench.runner.keeps_plans = False
-    head = prompt_of(20_000)
-    parent = fake_submit("parent", head, max_tokens=2, session="s", agent="parent", expects="children")
-    bench.engine.submit(parent)
-    bench.run()
-    for index in range(8):
-        child = fake_submit(
-            f"child{index}",
-            [*head, *prompt_of(60, index + 1)],
-            max_tokens=2,
-            session="s",
-            agent=f"child{index}",
-            parent="parent",
-            fork_tokens=20_000,
-        )
-        bench.engine.submit(child)
-    bench.run()
-    assert bench.engine.stats().prompt_tokens_computed == 20_000 + 8 * 60
-    assert bench.engine.stats().num_restored == 8
-    assert all(bench.end(f"child{index}").usage.cached_tokens == 20_000 for index in range(8))
-
-
-@pytest.mark.parametrize("fork_tokens", [0, 20_000])
-def test_children_of_a_parent_that_nobody_ran_share_the_first_ones_prefill(fork_tokens: int) -> None:
-    bench = large()
-    bench.runner.keeps_plans = False
-    head = prompt_of(20_000)
+def run_children(bench: Bench, head: Sequence[int], *, fork_tokens: int) -> None:
+    """Eight that come at once, each with a tail of its own of 60 tokens."""
     for index in range(8):
         child = fake_submit(
             f"child{index}",
@@ -79,6 +52,27 @@ def test_children_of_a_parent_that_nobody_ran_share_the_first_ones_prefill(fork_
         )
         bench.engine.submit(child)
     bench.run()
+
+
+def test_eight_children_forked_at_once_cost_one_prefill() -> None:
+    bench = large()
+    bench.runner.keeps_plans = False
+    head = prompt_of(20_000)
+    parent = fake_submit("parent", head, max_tokens=2, session="s", agent="parent", expects="children")
+    bench.engine.submit(parent)
+    bench.run()
+    run_children(bench, head, fork_tokens=20_000)
+    assert bench.engine.stats().prompt_tokens_computed == 20_000 + 8 * 60
+    assert bench.engine.stats().num_restored == 8
+    assert all(bench.end(f"child{index}").usage.cached_tokens == 20_000 for index in range(8))
+
+
+@pytest.mark.parametrize("fork_tokens", [0, 20_000])
+def test_children_of_a_parent_that_nobody_ran_share_the_first_ones_prefill(fork_tokens: int) -> None:
+    bench = large()
+    bench.runner.keeps_plans = False
+    head = prompt_of(20_000)
+    run_children(bench, head, fork_tokens=fork_tokens)
     # The children's own tails begin alike by chance for some tokens at most.
     assert bench.engine.stats().prompt_tokens_computed <= 20_000 + 8 * 60
     assert bench.engine.stats().num_restored == 7
