@@ -15,10 +15,12 @@ from workers.messages import (
     VERSION,
     Accepted,
     Cancelled,
+    Derailed,
     Dispatched,
     Event,
     Failed,
     Finished,
+    Paused,
     Progress,
     RunEnded,
     Started,
@@ -87,11 +89,11 @@ def advance(state: RunState, entry_id: str, event: Event) -> RunState:
             return replace(state, phase=Phase.PREFILLING)
         case Tokens(token_ids=token_ids):
             return replace(state, phase=Phase.GENERATING, num_tokens=state.num_tokens + len(token_ids) // 4)
-        case Finished() | Cancelled() | Failed():
+        case Finished() | Paused() | Cancelled() | Failed():
             return replace(state, phase=Phase.TURN_ENDED, turn_end=event, attempt=id_pair(entry_id)[0])
         case RunEnded():
             return replace(state, phase=Phase.ENDED, ended=event)
-        case Progress():
+        case Progress() | Derailed():
             return state
 
 
@@ -118,7 +120,7 @@ def end_of(turn_end: TurnEnd) -> RunEnded:
     match turn_end:
         case Finished():
             return RunEnded(state="completed")
-        case Cancelled():
+        case Cancelled() | Paused():
             return RunEnded(state="cancelled")
         case Failed():
             return RunEnded(state="failed")

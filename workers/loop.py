@@ -149,7 +149,7 @@ class EngineLoop:
             log.debug("taken", kind=type(message).__name__.lower(), attempt=message.attempt)
             if isinstance(message, Submit):
                 self._engine.submit(message)
-            else:
+            elif isinstance(message, Cancel):
                 self._engine.cancel(message)
 
     def _begin_again(self) -> None:

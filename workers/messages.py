@@ -99,6 +99,15 @@ Retain = Literal["session", "ephemeral", "pin"]
 """What becomes of a turn's prefix: kept as others are, first to go, or kept from eviction (capped)."""
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a turn's tokens must spell, and from where on."""
+
+    source: str  # llguidance's JSON form of a grammar
+    after: str | None = (
+        None  # it applies behind this token's text (the end of thinking); None: from the start
+    )
+
+
 class Submit(Message, frozen=True, kw_only=True):
     """One turn for one engine."""
 
@@ -123,6 +132,23 @@ class Submit(Message, frozen=True, kw_only=True):
     system_tokens: int = 0  # prompt length at the end of system text and tools; 0: not told
     turn_tokens: int = 0  # prompt length before the generation prompt; 0: the whole prompt
     explain: bool = False  # a miss may be told with the tokens on each side
+    generated_tokens: int = (
+        0  # the last of token_ids that this turn generated before it was paused: sampling,
+    )
+    # text and usage go on behind them; max_tokens counts them too, and their text is not sent again
+    grammar: Grammar | None = None
+    stops_derailed: bool = True  # a token cycle ends the turn; False: it is told once and goes on
+
+
+class Pause(Message, frozen=True, kw_only=True):
+    """Ends a turn in Paused at the next step or chunk border; what it computed is pinned softly for a while.
+
+    The pin goes when the run's next Submit starts, at a Cancel of the run, or when nothing else can be evicted.
+    """
+
+    run_id: str
+    attempt: int
+    hold_seconds: float = 600.0
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -143,7 +169,7 @@ class CancelAgents(Message, frozen=True, kw_only=True):
     agent: str = ""
 
 
-ToEngine = Submit | Cancel | CancelAgents
+ToEngine = Submit | Pause | Cancel | CancelAgents
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -233,13 +259,40 @@ class Tokens(Message, frozen=True, kw_only=True):
     logprobs: tuple[ChosenLogprob, ...] = ()
 
 
+DerailKind = Literal[
+    "token_cycle", "tool_flood", "tool_repeat", "tool_cycle", "text_loop", "stall", "empty", "schema"
+]
+
+
+class Derail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a turn went astray. Told to the caller; `excerpt` is the caller's own text and is never logged."""
+
+    derail: DerailKind
+    severity: Literal["warning", "critical"] = "critical"
+    first_token: int = 0  # index among the turn's generated tokens where it began
+    excerpt: str = ""  # at most 200 characters of what repeats
+
+
+class Derailed(Message, frozen=True, kw_only=True):
+    """The turn goes astray; it goes on unless a terminal event follows."""
+
+    what: Derail
+
+
 class Finished(Message, frozen=True, kw_only=True):
-    """Terminal: the turn ended by itself. reason is `stop` or `length`."""
+    """Terminal: the turn ended by itself. reason is `stop`, `length` or `derailed` (a Derailed came before)."""
 
     reason: str
     usage: Usage
     timings: Timings
     stop_text: str | None = None  # the stop string that ended it
+
+
+class Paused(Message, frozen=True, kw_only=True):
+    """Terminal for the attempt: a Pause was obeyed. Held-back text is not sent; a resumed turn sends it."""
+
+    usage: Usage
+    timings: Timings
 
 
 class Cancelled(Message, frozen=True, kw_only=True):
@@ -265,8 +318,20 @@ class RunEnded(Message, frozen=True, kw_only=True):
     state: str
 
 
-TurnEnd = Finished | Cancelled | Failed
-Event = Accepted | Dispatched | Started | Progress | Tokens | Finished | Cancelled | Failed | RunEnded
+TurnEnd = Finished | Paused | Cancelled | Failed
+Event = (
+    Accepted
+    | Dispatched
+    | Started
+    | Progress
+    | Tokens
+    | Derailed
+    | Finished
+    | Paused
+    | Cancelled
+    | Failed
+    | RunEnded
+)
 
 
 class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
