@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .paths import Home, home_at
+from .serving.paths import Home, home_at
 
 if TYPE_CHECKING:
-    from .supervisor import Plan
+    from .serving.supervisor import Plan
 
 EXAMPLES = """\
 examples:
@@ -89,7 +89,7 @@ def _serve(arguments: list[str]) -> int:
         return _engine_flags()
 
     def run(options: argparse.Namespace, rest: list[str]) -> int:
-        from .supervisor import serve
+        from .serving.supervisor import serve
 
         return asyncio.run(serve(plan_of(options, rest), os.environ, _say))
 
@@ -100,8 +100,8 @@ def plan_of(options: argparse.Namespace, rest: Sequence[str]) -> Plan:
     """What `serve` shall do with its parsed flags and those that are the engine's. Raises SettingsError."""
     from metrics.settings import file_in_force
 
+    from .serving.supervisor import Plan
     from .settings import GatewaySettings, load_settings
-    from .supervisor import Plan
 
     flags = _given(options, GatewaySettings)
     file = file_in_force(options.settings, os.environ)
@@ -128,9 +128,9 @@ def _gateway(arguments: list[str]) -> int:
     def run(options: argparse.Namespace, rest: list[str]) -> int:
         from metrics import logs
 
-        from .process import check_exposure, listen, run_gateway
+        from .serving.process import check_exposure, listen, run_gateway
+        from .serving.supervisor import LISTEN_VARIABLE
         from .settings import GatewaySettings, load_settings, supervisor_descriptor
-        from .supervisor import LISTEN_VARIABLE
 
         settings = load_settings(options.settings, _given(options, GatewaySettings))
         if rest:
@@ -153,7 +153,7 @@ def _bus_guard(arguments: list[str]) -> int:
     parser = _settings_parser("bus-guard", "Run the embedded bus of a home.", "")
 
     def run(options: argparse.Namespace, rest: list[str]) -> int:
-        from .bus_guard import guard_bus
+        from .serving.bus_guard import guard_bus
         from .settings import GatewaySettings, load_settings, supervisor_descriptor
 
         settings = load_settings(options.settings, _given(options, GatewaySettings))
@@ -189,7 +189,7 @@ def _simulate(arguments: list[str]) -> int:
 
 
 def _demo(arguments: list[str]) -> int:
-    from .demo import main as demo
+    from .demo.demo import main as demo
 
     return demo(arguments, os.environ)
 
@@ -208,7 +208,7 @@ def _token(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if (options.name is None) != (options.verb == "list"):
         parser.error("add and revoke take one NAME, list takes none")
-    from .tokens import TokenError, TokenStore
+    from .callers.tokens import TokenError, TokenStore
 
     store = TokenStore(options.tokens_file or _home(options.home).tokens_file)
     try:
@@ -271,9 +271,9 @@ def _with_known_errors(
 
     from .bus import BusLost
     from .errors import GatewayError
-    from .paths import HomeError
-    from .process import UnfitGateway
-    from .valkey import BusError
+    from .serving.paths import HomeError
+    from .serving.process import UnfitGateway
+    from .serving.valkey import BusError
 
     options, rest = parser.parse_known_args(arguments)
     try:

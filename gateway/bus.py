@@ -23,7 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from workers.messages import EVENT_FIELD, KEY_PREFIX, LEASE_SECONDS, gateway_lease_key
 
 from .errors import NoEngine
-from .event_ids import id_pair
+from .runs.event_ids import id_pair
 from .tasks import Tasks, repeat
 
 COMMAND_SECONDS = 2.0

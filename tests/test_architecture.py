@@ -33,6 +33,7 @@ PURE = [
     "kvcache/integrity.py",
     "kvcache/cache.py",
     "kvcache/reads.py",
+    "workers/facts.py",
     "workers/messages.py",
     "workers/plan.py",
     "workers/turn.py",
@@ -62,22 +63,22 @@ PURE = [
     "workers/parameters.py",
     "workers/scratch.py",
     "workers/shapes.py",
-    "gateway/event_ids.py",
-    "gateway/hints.py",
-    "gateway/kin.py",
-    "gateway/lineage.py",
-    "gateway/parsing/__init__.py",
-    "gateway/parsing/formats.py",
-    "gateway/parsing/json_calls.py",
-    "gateway/parsing/parts.py",
-    "gateway/parsing/python_calls.py",
-    "gateway/parsing/reader.py",
-    "gateway/parsing/tape.py",
-    "gateway/parsing/xml_calls.py",
-    "gateway/router.py",
-    "gateway/run_state.py",
-    "gateway/volatile.py",
-    "gateway/written.py",
+    "gateway/runs/event_ids.py",
+    "gateway/callers/hints.py",
+    "gateway/callers/kin.py",
+    "gateway/callers/lineage.py",
+    "gateway/text/parsing/__init__.py",
+    "gateway/text/parsing/formats.py",
+    "gateway/text/parsing/json_calls.py",
+    "gateway/text/parsing/parts.py",
+    "gateway/text/parsing/python_calls.py",
+    "gateway/text/parsing/reader.py",
+    "gateway/text/parsing/tape.py",
+    "gateway/text/parsing/xml_calls.py",
+    "gateway/flow/router.py",
+    "gateway/runs/state.py",
+    "gateway/text/volatile.py",
+    "gateway/text/written.py",
     "metrics/bus_rules.py",
     "metrics/quantiles.py",
 ]
@@ -139,7 +140,8 @@ def test_the_gateway_imports_only_the_messages_of_workers() -> None:
 
 def test_the_gateway_loads_without_mlx() -> None:
     script = (
-        "import gateway.app, gateway.process, sys; print('mlx' in sys.modules or 'mlx.core' in sys.modules)"
+        "import gateway.http.app, gateway.serving.process, sys; "
+        "print('mlx' in sys.modules or 'mlx.core' in sys.modules)"
     )
     printed = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from redis import Redis
 
-from gateway.tokens import TokenStore
+from gateway.callers.tokens import TokenStore
 from tests.conftest import ValkeyServer
 from tests.models import make_model
 from tests.workers.gguf_files import tiny_llama

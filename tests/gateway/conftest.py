@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway.app import build_app
+from gateway.callers.tokens import TokenStore
+from gateway.http.app import build_app
 from gateway.settings import GatewaySettings
-from gateway.tokens import TokenStore
 from metrics.instruments import Instruments
 
 from .fake_runs import FakeDirectory, FakeRuns, engine_view, words

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.directory import Directory, EngineView
 from gateway.errors import NoEngine, Overloaded, RunNotFound, UnknownModel
-from gateway.places import Reservation
-from gateway.runs import Order, RunEvent, Runs
+from gateway.flow.directory import Directory, EngineView
+from gateway.flow.places import Reservation
+from gateway.runs.runs import Order, RunEvent, Runs
 from workers.messages import (
     RUN_END_ID,
     Accepted,

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.tokens import TokenStore
+from gateway.callers.tokens import TokenStore
 
 from .fake_runs import FakeDirectory, FakeRuns
 

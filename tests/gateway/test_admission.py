@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from gateway.admission import Admission, Ticket, retry_after_seconds
 from gateway.errors import Overloaded
+from gateway.flow.admission import Admission, Ticket, retry_after_seconds
 
 
 def ticket(run_id: str, agent: str = "", line: str = "m") -> Ticket:

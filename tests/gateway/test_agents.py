@@ -7,10 +7,10 @@ import os
 
 import pytest
 
+from gateway.callers.hints import Hints, Names
 from gateway.errors import NoEngine
-from gateway.hints import Hints, Names
-from gateway.places import submit_of
-from gateway.runs import Order
+from gateway.flow.places import submit_of
+from gateway.runs.runs import Order
 from tests.conftest import Logged, ValkeyServer
 from workers.messages import CancelAgents, Cancelled, Finished, Missed, Sampling, Started
 

@@ -132,7 +132,7 @@ HOSTILE: list[Any] = [
 
 
 async def test_no_value_in_any_field_brings_the_server_down(gateway: Gateway) -> None:
-    from gateway.api import ChatRequest, CompletionRequest
+    from gateway.http.api import ChatRequest, CompletionRequest
 
     targets: list[tuple[str, dict[str, Any], Any]] = [
         (CHAT, HELLO, ChatRequest),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.boundaries import PROBE, Frame, Frames, common_length
-from gateway.prompts import Conversation, EncodedPrompt, Prompts
-from gateway.router import common_prefix_tokens
-from gateway.tokenizer import unpack_token_ids
+from gateway.flow.router import common_prefix_tokens
+from gateway.text.boundaries import PROBE, Frame, Frames, common_length
+from gateway.text.prompts import Conversation, EncodedPrompt, Prompts
+from gateway.text.tokenizer import unpack_token_ids
 
 from .samples import (
     CHATML,

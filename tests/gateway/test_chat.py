@@ -199,7 +199,7 @@ async def test_content_parts_are_joined_in_order(gateway: Gateway) -> None:
 
 
 async def test_an_answer_comes_back_as_its_own_token_ids(gateway: Gateway) -> None:
-    from gateway.prompts import Prompts
+    from gateway.text.prompts import Prompts
 
     tokenizer = Prompts(chatml_bundle()).tokenizer
     clumsy = array("I")

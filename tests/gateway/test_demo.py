@@ -19,11 +19,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from gateway import demo, demo_calls
-from gateway.demo_calls import CallFailed
-from gateway.demo_progress import LiveCall, Progress
-from gateway.demo_report import KV, CallResult, Report, complaints, read_workers, table
-from gateway.demo_workload import NUM_ROUNDS, SYSTEM, agents
+from gateway.demo import calls as demo_calls
+from gateway.demo import demo
+from gateway.demo.calls import CallFailed
+from gateway.demo.progress import LiveCall, Progress
+from gateway.demo.report import KV, CallResult, Report, complaints, read_workers, table
+from gateway.demo.workload import NUM_ROUNDS, SYSTEM, agents
 from metrics.exposition import render
 from metrics.instruments import Instruments, TurnSample
 
@@ -269,7 +270,7 @@ async def test_a_server_that_dies_in_the_session_is_told(tmp_path: Path) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_stops_its_server(tmp_path: Path, number: signal.Signals) -> None:
     program = (
-        "import os, sys; from gateway import demo; demo.SERVE = sys.argv[1:6]; "
+        "import os, sys; from gateway.demo import demo; demo.SERVE = sys.argv[1:6]; "
         "sys.exit(demo.main(['--output', sys.argv[6]], os.environ))"
     )
     arguments = [*command(tmp_path, "hangs"), str(tmp_path / "demo.json")]

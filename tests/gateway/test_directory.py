@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from gateway.bus import Bus
-from gateway.directory import Directory
+from gateway.flow.directory import Directory
 from tests.conftest import Logged, ValkeyServer
 from workers.messages import ENGINES_KEY, encode, engine_key, engine_lease_key, tokenizer_key
 

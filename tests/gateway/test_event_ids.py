@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.event_ids import follows, id_pair
+from gateway.runs.event_ids import follows, id_pair
 from workers.messages import RUN_END_ID
 
 

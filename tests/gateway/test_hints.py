@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api import parse_chat
+from gateway.callers.hints import MAX_NAME_CHARS, Caller, Hints, Names, read_hints
 from gateway.errors import InvalidField
-from gateway.hints import MAX_NAME_CHARS, Caller, Hints, Names, read_hints
+from gateway.http.api import parse_chat
 
 UUID = "0b2f9a4e-8d11-4c6e-9a51-2f4f6f0f3c11"
 

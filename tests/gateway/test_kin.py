@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.hints import Names
-from gateway.kin import Kin
+from gateway.callers.hints import Names
+from gateway.callers.kin import Kin
 
 
 def family() -> Kin:

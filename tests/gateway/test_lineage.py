@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.hints import Names
-from gateway.lineage import KEEP_SECONDS, MAX_TURNS, Lineage, PromptShape, Turn
+from gateway.callers.hints import Names
+from gateway.callers.lineage import KEEP_SECONDS, MAX_TURNS, Lineage, PromptShape, Turn
 
 REALM = ("tenant", "model")
 SYSTEM = list(range(1000, 1500))

@@ -11,8 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.directory import EngineView
-from gateway.metrics_page import (
+from gateway.flow.directory import EngineView
+from gateway.flow.places import Order
+from gateway.http.metrics_page import (
     DIRECTORY,
     INSTRUMENTS,
     RUNS,
@@ -21,9 +22,8 @@ from gateway.metrics_page import (
     turn_observer,
     turn_sample,
 )
-from gateway.places import Order
-from gateway.run import Run
-from gateway.run_state import RunState
+from gateway.runs.run import Run
+from gateway.runs.state import RunState
 from metrics.exposition import CONTENT_TYPE
 from metrics.instruments import Instruments
 from workers.messages import (

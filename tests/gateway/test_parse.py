@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.parsing import Call, Reader, Reading, Said, call_format, parameter_types, read, thinking_tags
+from gateway.text.parsing import (
+    Call,
+    Reader,
+    Reading,
+    Said,
+    call_format,
+    parameter_types,
+    read,
+    thinking_tags,
+)
 
 from .samples import CHATML, LLAMA3, QWEN
 

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from gateway.errors import InvalidField
-from gateway.prompts import Conversation, Prompts, is_small
-from gateway.tokenizer import AnswerPlace, PromptTokenizer, Span, SpanCache, unpack_token_ids
+from gateway.text.prompts import Conversation, Prompts, is_small
+from gateway.text.tokenizer import AnswerPlace, PromptTokenizer, Span, SpanCache, unpack_token_ids
 
 from .samples import (
     CHATML,

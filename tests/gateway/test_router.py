@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 
-from gateway.router import Candidate, Memory, common_prefix_tokens, pick
+from gateway.flow.router import Candidate, Memory, common_prefix_tokens, pick
 
 
 def candidate(

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.run import Run
+from gateway.runs.run import Run
 from tests.conftest import ValkeyServer
 from tests.cutting_proxy import cutting_proxy
 from workers.messages import (

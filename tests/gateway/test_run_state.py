@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.run_state import Phase, RunState, cancelled, decode, end_of, failed, fold
+from gateway.runs.state import Phase, RunState, cancelled, decode, end_of, failed, fold
 from workers.messages import (
     RUN_END_ID,
     VERSION,

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from gateway.bus import QUEUE_ENTRIES, Bus, BusLost
-from gateway.caretaker import Caretaker
-from gateway.directory import Directory
+from gateway.callers.hints import Hints, Names
 from gateway.errors import NoEngine, Overloaded, RunNotFound, UnknownModel
-from gateway.hints import Hints, Names
-from gateway.runs import Order, RunEvent, Runs
+from gateway.flow.directory import Directory
+from gateway.runs.caretaker import Caretaker
+from gateway.runs.runs import Order, RunEvent, Runs
 from tests.conftest import ValkeyServer
 from workers.messages import (
     EVENT_FIELD,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.hints import Names
+from gateway.callers.hints import Names
 from tests.conftest import Logged
 
 from .fake_runs import words

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from gateway.__main__ import _settings_parser, plan_of
-from gateway.children import Child, Command, describe_exit
-from gateway.paths import Home, home_at
-from gateway.process import UnfitGateway, check_exposure, in_force, listen, url_of
+from gateway.callers.tokens import TokenStore
+from gateway.serving.children import Child, Command, describe_exit
+from gateway.serving.paths import Home, home_at
+from gateway.serving.process import UnfitGateway, check_exposure, in_force, listen, url_of
+from gateway.serving.supervisor import Plan, Supervisor, serve
+from gateway.serving.valkey import BusError, hold_lock, name_holder
 from gateway.settings import GatewaySettings
-from gateway.supervisor import Plan, Supervisor, serve
-from gateway.tokens import TokenStore
-from gateway.valkey import BusError, hold_lock, name_holder
 from metrics.settings import as_dict, load
 from tests.conftest import ValkeyServer
 from workers.messages import engine_lease_key
@@ -99,7 +99,7 @@ async def test_a_closed_terminal_does_not_stop_a_child_that_talks(tmp_path: Path
 async def test_a_log_begins_again_while_its_child_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.children.MAX_LOG_BYTES", 100_000)
+    monkeypatch.setattr("gateway.serving.children.MAX_LOG_BYTES", 100_000)
     child = Child(command(tmp_path, CHATTY), lambda words: None)
     await child.start()
     await child.wait()

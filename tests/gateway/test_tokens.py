@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tokens import TokenError, TokenStore
+from gateway.callers.tokens import TokenError, TokenStore
 
 
 def test_a_token_is_found_until_it_is_revoked(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.prompts import Prompts
+from gateway.text.prompts import Prompts
 from workers.messages import ChosenLogprob, Finished, Timings, TokenizerBundle, TokenLogprob, Tokens, Usage
 
 from .fake_runs import Script, engine_view, words

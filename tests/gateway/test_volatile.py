@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.volatile import normalise
+from gateway.text.volatile import normalise
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.100.{build}; cc_entrypoint=cli; cch={hash};"
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from gateway.parsing import Reading
-from gateway.prompts import Conversation, EncodedPrompt, Prompts
-from gateway.tokenizer import unpack_token_ids
-from gateway.written import WrittenCalls, restore, said_links
+from gateway.text.parsing import Reading
+from gateway.text.prompts import Conversation, EncodedPrompt, Prompts
+from gateway.text.tokenizer import unpack_token_ids
+from gateway.text.written import WrittenCalls, restore, said_links
 
 from .samples import CHATML, QWEN, TOOLS, bundle_of, byte_level_tokenizer
 

@@ -1,0 +1,108 @@
+"""Access tokens: 256 random bits each, of which only the SHA-256 is kept, in a file for its owner only.
+
+Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from gateway.errors import GatewayError
+
+PREFIX = "tet-"
+"""Lets secret scanners and people recognise a token."""
+
+
+class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is kept of a token. `name` is also the tenant of its calls."""
+
+    name: str
+    created: int  # unix seconds
+    sha256: str  # hex
+
+
+class TokenError(GatewayError):
+    """The token file cannot be read, or a name is taken, unknown or unusable."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("internal_error", message)
+
+
+class TokenStore:
+    """The tokens in one file. Another process may add and revoke: the file is read again when it changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._tokens: list[Token] = []
+
+    def add(self, name: str) -> str:
+        """A new token, told only here. Raises TokenError for a taken or empty name."""
+        if not name or len(name) > 64 or not name.isprintable():
+            raise TokenError("A token's name must have 1 to 64 printable characters.")
+        tokens = self.tokens()
+        if any(token.name == name for token in tokens):
+            raise TokenError(f"There is a token named '{name}' already: revoke it or choose another name.")
+        secret = PREFIX + secrets.token_urlsafe(32)
+        self._write([*tokens, Token(name, int(time.time()), _sha256(secret))])
+        return secret
+
+    def revoke(self, name: str) -> None:
+        """The token stops working at once. Raises TokenError for an unknown name."""
+        tokens = self.tokens()
+        kept = [token for token in tokens if token.name != name]
+        if len(kept) == len(tokens):
+            raise TokenError(f"There is no token named '{name}'.")
+        self._write(kept)
+
+    def tokens(self) -> list[Token]:
+        """All tokens, oldest first. Raises TokenError for an unreadable file."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            self._seen, self._tokens = None, []
+            return []
+        seen = (status.st_mtime_ns, status.st_ino)
+        if seen != self._seen:
+            try:
+                self._tokens = msgspec.json.decode(self._path.read_bytes(), type=list[Token])
+            except (OSError, msgspec.DecodeError) as error:
+                raise TokenError(f"The token file {self._path} cannot be read: {error}") from None
+            self._seen = seen
+        return list(self._tokens)
+
+    def find(self, secret: str) -> Token | None:
+        """The token with this secret. Takes as long for a wrong one as for a right one."""
+        digest = _sha256(secret)
+        found = None
+        for token in self.tokens():
+            if hmac.compare_digest(token.sha256.encode(), digest.encode()):
+                found = token
+        return found
+
+    def _write(self, tokens: list[Token]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # mkstemp makes the file 0600 whatever the umask; the rename keeps that and is atomic.
+        descriptor, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".tokens-")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(tokens), indent=2))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        self._seen = None
+
+
+def _sha256(secret: str) -> str:
+    return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()

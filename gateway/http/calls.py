@@ -1,0 +1,89 @@
+"""The road of each generating call: check, admit, prepare, name, start; before headers are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import structlog
+from aiohttp import web
+
+from gateway.callers.hints import Caller, read_hints
+from gateway.callers.lineage import PromptShape, Turn
+from gateway.flow.directory import EngineView
+from gateway.flow.places import Order
+from gateway.text.prompts import PromptLibrary
+from gateway.text.tokenizer import pack_token_ids
+
+from .answers import Answer
+from .api import Request, parse
+from .requests import Prepared, find_engine
+from .state import STATE, State
+from .stream import TENANT_KEY, answer_run
+
+Prepare = Callable[[Request, Caller, EngineView, PromptLibrary], Awaitable[Prepared]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call on its way. `turn`: None when its agent has a name, so that nothing need be inferred."""
+
+    state: State
+    prepared: Prepared
+    order: Order
+    turn: Turn | None
+
+    def learn(self, answer: Answer) -> None:
+        """The whole answer, before the client has seen its end and can send the next call."""
+        self.prepared.learn(answer)
+        if self.turn is not None:
+            self.state.lineage.answered(self.turn, pack_token_ids(answer.token_ids))
+            self.close()
+
+    def close(self) -> None:
+        """The call is over, however."""
+        if self.turn is not None:
+            self.state.lineage.leave(self.turn, is_final=self.order.hints.is_final)
+
+
+async def answer_call(
+    request: web.Request, parser: Callable[[bytes], Request], prepare: Prepare[Request]
+) -> web.StreamResponse:
+    """Starts a run and follows it to its end. Raises GatewayError for what cannot be taken."""
+    state = request.app[STATE]
+    asked = await parse(parser, await request.read())
+    caller = Caller(request.get(TENANT_KEY, ""), read_hints(request.headers, asked))
+    told = caller.hints.names
+    if told.session or told.agent:
+        structlog.contextvars.bind_contextvars(session=told.session or told.agent)
+    engine = find_engine(state.directory, asked.model)
+    with state.runs.reserve(engine) as place:
+        prepared = await prepare(asked, caller, engine, state.prompts)
+        call = _named(state, prepared)
+        with _closing(call):
+            run_id = await state.followers.start(call.order, place)
+            place.close()
+            return await answer_run(request, run_id, on_end=call.learn, is_ours=True)
+
+
+@contextmanager
+def _closing(call: _Call) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        call.close()
+
+
+def _named(state: State, prepared: Prepared) -> _Call:
+    """The call under its agent's and session's names: as told, or as its prompt tells."""
+    order, turn = prepared.order, None
+    names = state.kin.settle(order.tenant, order.hints.names)
+    if not names.agent:
+        realm = (order.tenant, order.line)
+        shape = PromptShape.of(order.token_ids, order.system_tokens, order.turn_tokens)
+        turn = state.lineage.join(realm, names, shape)
+        names = turn.names
+    state.kin.note(order.tenant, names)
+    order = replace(order, hints=replace(order.hints, names=names))
+    return _Call(state, prepared, order, turn)

@@ -1,0 +1,54 @@
+"""GET /health: the process answers, with settings in force and measured facts. GET /ready: it would serve."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.flow.directory import EngineView
+from metrics.settings import as_dict
+
+from .state import STATE, State
+from .stream import json_response
+
+
+async def get_health(request: web.Request) -> web.Response:
+    """Always 200. Never waits for the bus or an engine."""
+    state = request.app[STATE]
+    return json_response(
+        {
+            "status": "ok",
+            "uptime_seconds": round(time.monotonic() - state.started, 3),
+            "bus": "up" if state.is_bus_up() else "lost",
+            "gateway": {
+                "settings": as_dict(state.settings),
+                "runs_live": state.runs.num_live,
+                "runs_waiting": state.runs.num_waiting,
+            },
+            "engines": [_engine(view) for view in state.directory.engines()],
+        }
+    )
+
+
+async def get_ready(request: web.Request) -> web.Response:
+    """200 when a call would be served now, else 503 with the reasons."""
+    reasons = _reasons(request.app[STATE])
+    return json_response({"ready": not reasons, "reasons": reasons}, status=503 if reasons else 200)
+
+
+def _reasons(state: State) -> list[str]:
+    reasons = [] if state.is_bus_up() else ["the message bus does not answer"]
+    alive = [view for view in state.directory.engines() if view.alive]
+    if not alive:
+        reasons.append("no engine is alive")
+    elif not any(view.stats.ready for view in alive):
+        reasons += [f"engine {view.info.engine_id}: {view.stats.reason or 'not ready'}" for view in alive]
+    return reasons
+
+
+def _engine(view: EngineView) -> dict[str, Any]:
+    body: dict[str, Any] = msgspec.to_builtins(view.info)
+    return {**body, "alive": view.alive, "stats": msgspec.to_builtins(view.stats)}

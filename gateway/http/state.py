@@ -1,0 +1,85 @@
+"""What the HTTP side of one gateway holds while it runs, under one typed key of the app."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from gateway.callers.kin import Kin
+from gateway.callers.lineage import Lineage
+from gateway.callers.tokens import TokenStore
+from gateway.errors import GatewayError
+from gateway.flow.directory import Directory
+from gateway.flow.places import Reservation
+from gateway.runs.runs import Order, Runs
+from gateway.settings import GatewaySettings
+from gateway.tasks import Tasks
+from gateway.text.prompts import PromptLibrary
+
+
+class Followers:
+    """Which runs have clients here, and the cancels of those whose last client left."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._counts: Counter[str] = Counter()
+        self._tasks = Tasks()
+
+    async def start(self, order: Order, place: Reservation) -> str:
+        """`Runs.start`, which a leaving client cannot tear in two: its run is cancelled once it has an id."""
+        starting = asyncio.ensure_future(self._runs.start(order, place))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._tasks.spawn(self._cancel_started(starting))
+            raise
+
+    def join(self, run_id: str) -> None:
+        """A client reads this run."""
+        self._counts[run_id] += 1
+
+    def leave(self, run_id: str, *, cancel: bool) -> None:
+        """A client reads no more; the last one of a run that goes on takes it along (`cancel`)."""
+        self._counts[run_id] -= 1
+        if self._counts[run_id] > 0:
+            return
+        del self._counts[run_id]
+        if cancel:
+            self._tasks.spawn(self._cancel(run_id))
+
+    async def close(self) -> None:
+        """Waits for cancels on their way."""
+        await self._tasks.finish()
+
+    async def _cancel_started(self, starting: asyncio.Future[str]) -> None:
+        with contextlib.suppress(GatewayError):
+            await self._cancel(await starting)
+
+    async def _cancel(self, run_id: str) -> None:
+        with contextlib.suppress(GatewayError):
+            await self._runs.cancel(run_id)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The parts that requests use."""
+
+    settings: GatewaySettings
+    runs: Runs
+    directory: Directory
+    tokens: TokenStore
+    followers: Followers
+    is_bus_up: Callable[[], bool]
+    prompts: PromptLibrary
+    lineage: Lineage = field(default_factory=lambda: Lineage(time.monotonic))
+    kin: Kin = field(default_factory=Kin)
+    started: float = field(default_factory=time.monotonic)
+
+
+STATE = web.AppKey("state", State)

@@ -1,0 +1,201 @@
+"""Follows a run for one HTTP client: as server-sent events or as one body, by the same road.
+
+Owns SSE framing, keep-alives and what happens when the client leaves. Knows no prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from gateway.errors import GatewayError, InvalidField, RunNotFound
+from gateway.runs.event_ids import id_pair
+from gateway.runs.runs import RunEvent, Runs
+from workers.messages import RUN_END_ID
+
+from .answers import Answer
+from .state import STATE
+
+DONE = b"[DONE]"
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+}
+_EVENT_ID = re.compile(r"(\d{1,20})-(\d{1,20})")
+
+
+class SseStream:
+    """One response as server-sent events. Knows when it last wrote."""
+
+    def __init__(self, response: web.StreamResponse, keepalive_seconds: float) -> None:
+        self.response = response
+        self._keepalive_seconds = keepalive_seconds
+        self._written = time.monotonic()
+
+    @property
+    def seconds_to_keepalive(self) -> float:
+        """Counted from the last byte that was written."""
+        return max(0.0, self._written + self._keepalive_seconds - time.monotonic())
+
+    async def send(self, datas: Sequence[bytes], event_id: str | None = None) -> None:
+        """One write for all that a bus event makes; only its last SSE event carries the id."""
+        if not datas:
+            return
+        parts = [b"data: %s\n\n" % data for data in datas]
+        if event_id is not None:
+            parts[-1] = b"id: %s\n%s" % (event_id.encode(), parts[-1])
+        await self.write(b"".join(parts))
+
+    async def write(self, text: bytes) -> None:
+        """Raw SSE text. Raises ConnectionResetError when the client is gone."""
+        await self.response.write(text)
+        self._written = time.monotonic()
+
+    async def fail(self, error: GatewayError) -> None:
+        """The stream ends in an error: clients raise on it, and no [DONE] follows."""
+        await self.send([msgspec.json.encode(error.body())])
+
+
+RUN_KEY = web.RequestKey("tetrarch_run", str)
+STREAM_KEY = web.RequestKey("tetrarch_stream", SseStream)
+TENANT_KEY = web.RequestKey("tetrarch_tenant", str)
+"""What a request keeps: its run's id, its open SSE stream, and its caller's tenant."""
+
+
+async def answer_run(
+    request: web.Request,
+    run_id: str,
+    *,
+    after: str | None = None,
+    on_end: Callable[[Answer], None] = lambda answer: None,
+    is_ours: bool = False,
+) -> web.StreamResponse:
+    """Answers with a run, from its start or after an event id, until its end or until the client leaves.
+
+    `on_end` sees the answer before the client sees its end. `is_ours`: this request started the run, so that
+    it ends with this client even where that leaves before the first event. Raises RunNotFound, also for
+    another tenant's run, and the turn's own failure when no stream is open.
+    """
+    request[RUN_KEY] = run_id
+    structlog.contextvars.bind_contextvars(run=run_id)  # until the request ends (middleware.py)
+    answer = Answer(run_id)
+    state = request.app[STATE]
+    state.followers.join(run_id)
+    try:
+        generator = cast(AsyncGenerator[RunEvent, None], state.runs.events(run_id))
+        async with contextlib.aclosing(generator) as events:
+            first = await anext(events)
+            chunks = answer.feed(first.event)
+            is_ours = answer.accepted is not None and answer.shape.tenant == request.get(TENANT_KEY, "")
+            if not is_ours:
+                raise RunNotFound(run_id)
+            if answer.shape.stream:
+                stream = await _open(request)
+                await _send_after(after, stream, first.id, chunks)
+                await _stream(stream, answer, events, after, state.runs)
+                on_end(answer)
+                await _end(stream, answer)
+                return stream.response
+            async for entry in events:
+                answer.feed(entry.event)
+                await _stop_when_complete(state.runs, answer)
+    finally:
+        state.followers.leave(run_id, cancel=is_ours and not answer.ended)
+    failure = answer.failure()
+    if failure is not None:
+        raise failure
+    on_end(answer)
+    return json_response(answer.body())
+
+
+async def get_run(request: web.Request) -> web.StreamResponse:
+    """GET /v1/chat/completions/{id}: the run's answer again, after `Last-Event-ID` or `?after=` if given."""
+    given = request.match_info["id"]
+    found = re.fullmatch(r"(?:chatcmpl|cmpl|run)-([0-9a-f]{32})", given)
+    if found is None:
+        raise RunNotFound(given)
+    after = request.headers.get("Last-Event-ID") or request.query.get("after")
+    if after is not None and not _EVENT_ID.fullmatch(after):
+        raise InvalidField(
+            "after", "'after' (or Last-Event-ID) must be an event id of this run, such as 1-12."
+        )
+    if after == RUN_END_ID:
+        return web.Response(status=204)  # all was seen: an event source stops asking
+    return await answer_run(request, f"run-{found[1]}", after=after)
+
+
+def json_response(body: Mapping[str, Any], *, status: int = 200) -> web.Response:
+    """A JSON answer."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+
+
+async def _open(request: web.Request) -> SseStream:
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
+    stream = SseStream(response, request.app[STATE].settings.keepalive_seconds)
+    request[STREAM_KEY] = stream
+    return stream
+
+
+async def _stream(
+    stream: SseStream,
+    answer: Answer,
+    events: AsyncGenerator[RunEvent, None],
+    after: str | None,
+    runs: Runs,
+) -> None:
+    pending: asyncio.Future[RunEvent] | None = None
+    try:
+        while not answer.ended:
+            pending = pending or asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait({pending}, timeout=stream.seconds_to_keepalive)
+            if not done:
+                await _keep_alive(stream, answer)
+                continue
+            entry, pending = pending.result(), None
+            await _send_after(after, stream, entry.id, answer.feed(entry.event))
+            await _stop_when_complete(runs, answer)
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+
+
+async def _stop_when_complete(runs: Runs, answer: Answer) -> None:
+    """Ends a turn that says more than its caller wants."""
+    if answer.is_complete and not answer.is_stopped and answer.turn_end is None:
+        answer.is_stopped = True
+        await runs.cancel(answer.run_id)
+
+
+async def _end(stream: SseStream, answer: Answer) -> None:
+    failure = answer.failure()
+    if failure is not None:
+        await stream.fail(failure)
+    else:
+        await stream.send([DONE], RUN_END_ID)
+    await stream.response.write_eof()
+
+
+async def _send_after(
+    after: str | None, stream: SseStream, event_id: str, chunks: Sequence[Mapping[str, Any]]
+) -> None:
+    """Sends what the client has not seen: a resumed stream replays the run and is silent up to `after`."""
+    if after is None or id_pair(event_id) > id_pair(after):
+        await stream.send([msgspec.json.encode(chunk) for chunk in chunks], event_id)
+
+
+async def _keep_alive(stream: SseStream, answer: Answer) -> None:
+    comment = f": keepalive {answer.num_processed}/{answer.num_prompt_tokens}\n\n".encode()
+    chunk = answer.keep_alive()
+    data = b"data: %s\n\n" % msgspec.json.encode(chunk) if chunk is not None else b""
+    await stream.write(comment + data)
