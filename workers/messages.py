@@ -229,6 +229,7 @@ class Dispatched(Message, frozen=True, kw_only=True):
 
     engine_id: str
     incarnation: int
+    turn: int = 1  # of the run; a turn that was paused or lost is sent again under its number
 
 
 MissCause = Literal["diverged", "evicted", "never_published", "other_namespace"]
@@ -322,9 +323,13 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class RunEnded(Message, frozen=True, kw_only=True):
-    """The end of a run, under RUN_END_ID. state is `completed`, `cancelled` or `failed`."""
+    """The end of a run, under RUN_END_ID. error and message say why it did not complete, if its last turn's end
+    does not.
+    """
 
-    state: str
+    state: str  # completed, cancelled, failed, expired, rejected or derailed
+    error: str = ""
+    message: str = ""
 
 
 TurnEnd = Finished | Paused | Cancelled | Failed

@@ -11,12 +11,12 @@ from aiohttp import web
 
 from gateway.callers.hints import Caller, read_hints
 from gateway.callers.lineage import PromptShape, Turn
+from gateway.dialects.answer import Answer
 from gateway.flow.directory import EngineView
 from gateway.flow.places import Order
 from gateway.text.prompts import PromptLibrary
 from gateway.text.tokenizer import pack_token_ids
 
-from .answers import Answer
 from .api import Request, parse
 from .requests import Prepared, find_engine
 from .state import STATE, State

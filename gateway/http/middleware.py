@@ -15,6 +15,7 @@ import structlog
 from aiohttp import web
 
 from gateway.callers.tokens import Token, TokenError
+from gateway.dialects.table import dialect_of
 from gateway.errors import GatewayError
 from gateway.tasks import kind_and_place
 from metrics.hosts import LOOPBACK_HOSTS
@@ -172,7 +173,8 @@ async def _tell(request: web.Request, error: GatewayError) -> web.StreamResponse
         except ConnectionError:
             pass  # the client left as well
         return stream.response
-    response = json_response(error.body(), status=error.status)
+    body = dialect_of(request.path).error(error, _request_id(request))
+    response = json_response(body, status=error.status)
     response.headers["x-should-retry"] = "true" if error.retryable else "false"  # OpenAI's clients obey it
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(max(1, round(error.retry_after)))

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from gateway.callers.hints import Caller
+from gateway.dialects.answer import Answer, AnswerShape
 from gateway.errors import InvalidField, NoEngine, context_exceeded
 from gateway.flow.directory import Directory, EngineView
 from gateway.runs.runs import Order
@@ -22,7 +23,6 @@ from gateway.text.tokenizer import AnswerPlace, pack_token_ids
 from gateway.text.volatile import normalise
 from workers.messages import EngineInfo, Finished, Sampling
 
-from .answers import Answer, AnswerShape
 from .api import MAX_NESTING, ChatRequest, CommonRequest, CompletionRequest, bad_field, is_deep
 
 log = structlog.get_logger(__name__)

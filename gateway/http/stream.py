@@ -10,21 +10,23 @@ import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 import structlog
 from aiohttp import web
 
+from gateway.dialects.answer import Answer
+from gateway.dialects.frames import Frame, Teller
+from gateway.dialects.table import DIALECTS
 from gateway.errors import GatewayError, InvalidField, RunNotFound
 from gateway.runs.event_ids import id_pair
 from gateway.runs.runs import RunEvent, Runs
-from workers.messages import RUN_END_ID
+from workers.messages import RUN_END_ID, Tokens
 
-from .answers import Answer
 from .state import STATE
 
-DONE = b"[DONE]"
 STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-store",
@@ -34,10 +36,11 @@ _EVENT_ID = re.compile(r"(\d{1,20})-(\d{1,20})")
 
 
 class SseStream:
-    """One response as server-sent events. Knows when it last wrote."""
+    """One answer as server-sent events. Knows when it last wrote."""
 
-    def __init__(self, response: web.StreamResponse, keepalive_seconds: float) -> None:
+    def __init__(self, response: web.StreamResponse, teller: Teller, keepalive_seconds: float) -> None:
         self.response = response
+        self._teller = teller
         self._keepalive_seconds = keepalive_seconds
         self._written = time.monotonic()
 
@@ -46,29 +49,52 @@ class SseStream:
         """Counted from the last byte that was written."""
         return max(0.0, self._written + self._keepalive_seconds - time.monotonic())
 
-    async def send(self, datas: Sequence[bytes], event_id: str | None = None) -> None:
+    async def send(self, frames: Sequence[Frame], event_id: str | None = None) -> None:
         """One write for all that a bus event makes; only its last SSE event carries the id."""
-        if not datas:
-            return
-        parts = [b"data: %s\n\n" % data for data in datas]
-        if event_id is not None:
-            parts[-1] = b"id: %s\n%s" % (event_id.encode(), parts[-1])
-        await self.write(b"".join(parts))
+        if frames:
+            await self._write(_sse(frames, event_id))
 
-    async def write(self, text: bytes) -> None:
-        """Raw SSE text. Raises ConnectionResetError when the client is gone."""
+    async def keep_alive(self) -> None:
+        """After a long silence."""
+        silence = self._teller.silence()
+        comment = f": {silence.comment}\n\n".encode() if silence.comment else b""
+        await self._write(comment + _sse(silence.frames, None))
+
+    async def fail(self, error: GatewayError) -> None:
+        """The stream ends in an error: clients raise on it."""
+        await self.send(self._teller.fail(error))
+
+    async def _write(self, text: bytes) -> None:
+        """Raises ConnectionResetError when the client is gone."""
         await self.response.write(text)
         self._written = time.monotonic()
 
-    async def fail(self, error: GatewayError) -> None:
-        """The stream ends in an error: clients raise on it, and no [DONE] follows."""
-        await self.send([msgspec.json.encode(error.body())])
+
+def _sse(frames: Sequence[Frame], event_id: str | None) -> bytes:
+    lines = []
+    for index, frame in enumerate(frames):
+        if event_id is not None and index == len(frames) - 1:
+            lines.append(b"id: %s\n" % event_id.encode())
+        if frame.event is not None:
+            lines.append(b"event: %s\n" % frame.event.encode())
+        data = frame.data if isinstance(frame.data, bytes) else msgspec.json.encode(frame.data)
+        lines.append(b"data: %s\n\n" % data)
+    return b"".join(lines)
 
 
 RUN_KEY = web.RequestKey("tetrarch_run", str)
 STREAM_KEY = web.RequestKey("tetrarch_stream", SseStream)
 TENANT_KEY = web.RequestKey("tetrarch_tenant", str)
 """What a request keeps: its run's id, its open SSE stream, and its caller's tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An answer, who tells it, and the event after which it is told."""
+
+    answer: Answer
+    teller: Teller
+    after: str | None
 
 
 async def answer_run(
@@ -94,16 +120,17 @@ async def answer_run(
         generator = cast(AsyncGenerator[RunEvent, None], state.runs.events(run_id))
         async with contextlib.aclosing(generator) as events:
             first = await anext(events)
-            chunks = answer.feed(first.event)
+            answer.feed(first.event)
             is_ours = answer.accepted is not None and answer.shape.tenant == request.get(TENANT_KEY, "")
-            if not is_ours:
+            if not is_ours or answer.shape.endpoint not in DIALECTS:
                 raise RunNotFound(run_id)
+            teller = DIALECTS[answer.shape.endpoint].teller(answer)
             if answer.shape.stream:
-                stream = await _open(request)
-                await _send_after(after, stream, first.id, chunks)
-                await _stream(stream, answer, events, after, state.runs)
+                stream = await _open(request, teller)
+                await _send_after(after, stream, first.id, teller.begin())
+                last = await _stream(stream, Told(answer, teller, after), events, state.runs)
                 on_end(answer)
-                await _end(stream, answer)
+                await _end(stream, answer, [*last, *teller.end()] if answer.failure() is None else last)
                 return stream.response
             async for entry in events:
                 answer.feed(entry.event)
@@ -114,7 +141,7 @@ async def answer_run(
     if failure is not None:
         raise failure
     on_end(answer)
-    return json_response(answer.body())
+    return json_response(teller.body())
 
 
 async def get_run(request: web.Request) -> web.StreamResponse:
@@ -138,31 +165,33 @@ def json_response(body: Mapping[str, Any], *, status: int = 200) -> web.Response
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
-async def _open(request: web.Request) -> SseStream:
+async def _open(request: web.Request, teller: Teller) -> SseStream:
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
-    stream = SseStream(response, request.app[STATE].settings.keepalive_seconds)
+    stream = SseStream(response, teller, request.app[STATE].settings.keepalive_seconds)
     request[STREAM_KEY] = stream
     return stream
 
 
 async def _stream(
-    stream: SseStream,
-    answer: Answer,
-    events: AsyncGenerator[RunEvent, None],
-    after: str | None,
-    runs: Runs,
-) -> None:
+    stream: SseStream, told: Told, events: AsyncGenerator[RunEvent, None], runs: Runs
+) -> list[Frame]:
+    """Tells the answer up to its run's end, whose own frames are returned instead of sent."""
+    answer = told.answer
     pending: asyncio.Future[RunEvent] | None = None
     try:
-        while not answer.ended:
+        while True:
             pending = pending or asyncio.ensure_future(anext(events))
             done, _ = await asyncio.wait({pending}, timeout=stream.seconds_to_keepalive)
             if not done:
-                await _keep_alive(stream, answer)
+                await stream.keep_alive()
                 continue
             entry, pending = pending.result(), None
-            await _send_after(after, stream, entry.id, answer.feed(entry.event))
+            parts = answer.feed(entry.event)
+            frames = told.teller.more(parts, entry.event if isinstance(entry.event, Tokens) else None)
+            if answer.ended:
+                return frames
+            await _send_after(told.after, stream, entry.id, frames)
             await _stop_when_complete(runs, answer)
     finally:
         if pending is not None:
@@ -177,25 +206,17 @@ async def _stop_when_complete(runs: Runs, answer: Answer) -> None:
         await runs.cancel(answer.run_id)
 
 
-async def _end(stream: SseStream, answer: Answer) -> None:
+async def _end(stream: SseStream, answer: Answer, frames: Sequence[Frame]) -> None:
     failure = answer.failure()
     if failure is not None:
+        await stream.send(frames)
         await stream.fail(failure)
     else:
-        await stream.send([DONE], RUN_END_ID)
+        await stream.send(frames, RUN_END_ID)
     await stream.response.write_eof()
 
 
-async def _send_after(
-    after: str | None, stream: SseStream, event_id: str, chunks: Sequence[Mapping[str, Any]]
-) -> None:
+async def _send_after(after: str | None, stream: SseStream, event_id: str, frames: Sequence[Frame]) -> None:
     """Sends what the client has not seen: a resumed stream replays the run and is silent up to `after`."""
     if after is None or id_pair(event_id) > id_pair(after):
-        await stream.send([msgspec.json.encode(chunk) for chunk in chunks], event_id)
-
-
-async def _keep_alive(stream: SseStream, answer: Answer) -> None:
-    comment = f": keepalive {answer.num_processed}/{answer.num_prompt_tokens}\n\n".encode()
-    chunk = answer.keep_alive()
-    data = b"data: %s\n\n" % msgspec.json.encode(chunk) if chunk is not None else b""
-    await stream.write(comment + data)
+        await stream.send(frames, event_id)

@@ -1,0 +1,194 @@
+"""A run's events folded into what its caller gets, before any API gives it words. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.errors import GatewayError, TurnFailed
+from gateway.text.parsing import Part, Reader, Reading, Said, joined
+from gateway.text.tokenizer import unpack_token_ids
+from workers.messages import (
+    Accepted,
+    Cancelled,
+    ChosenLogprob,
+    Derail,
+    Derailed,
+    Dispatched,
+    Failed,
+    Finished,
+    Progress,
+    RunEnded,
+    Started,
+    Tokens,
+    TurnEnd,
+    Usage,
+)
+
+Endpoint = Literal["chat", "text", "responses", "messages", "run"]
+
+
+class AnswerShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the caller wants the answer. Kept in the run's Accepted event, so that a resume looks the same."""
+
+    endpoint: Endpoint
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    tenant: str = ""
+    reading: Reading = Reading()  # how the text is taken apart; text completions are not
+    echo: dict[str, Any] = {}  # of the request: what the dialect's answer repeats
+
+
+_decode_shape = msgspec.msgpack.Decoder(AnswerShape).decode
+
+
+class Answer:
+    """The fold over one run's events. Feed them in order; each returns the parts that became certain."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.shape = AnswerShape(endpoint="chat")
+        self.accepted: Accepted | None = None
+        self.token_ids = array("I")  # of the present turn
+        self.num_processed = 0  # prompt tokens so far, cached ones included
+        self.num_cached = 0  # of the present turn's prompt
+        self.turn_end: TurnEnd | None = None
+        self.run_end: RunEnded | None = None
+        self.derail: Derail | None = None
+        self.is_stopped = False  # its reader has asked the turn to end
+        self.said = Said()
+        self.logprobs: list[ChosenLogprob] = []
+        self._turn = 1
+        self._usage_before = Usage()  # of earlier turns
+        self._reader = Reader(self.shape.reading)
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The present turn's, as generated."""
+        return "".join(self._texts)
+
+    @property
+    def ended(self) -> bool:
+        return self.run_end is not None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the text is taken apart into reasoning, content and calls."""
+        return self.shape.endpoint != "text"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.accepted.prompt_tokens if self.accepted is not None else 0
+
+    @property
+    def usage(self) -> Usage:
+        """Of all turns."""
+        before, now = self._usage_before, self.turn_end.usage if self.turn_end is not None else Usage()
+        return _sum(before, now)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all was said that the caller wants, though the turn goes on: the first call, say."""
+        return self._reader.has_dropped
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop`, `length` or `tool_calls`. An answer that ends within a call is cut short, by whatever: the
+        call is not whole. A derailed one was cut short as well; `derail` says so.
+        """
+        reason = self.turn_end.reason if isinstance(self.turn_end, Finished) else "stop"
+        if reason != "stop":
+            return "length"
+        calls = self.said.calls
+        if not calls:
+            return reason
+        if not calls[-1].is_over:
+            return "length"
+        return "tool_calls" if any(call.is_whole for call in calls) else reason
+
+    def feed(self, event: msgspec.Struct) -> list[Part]:
+        """Takes an event in."""
+        match event:
+            case Accepted():
+                self.accepted = event
+                self.shape = _decode_shape(event.request)
+                self._reader = Reader(self.shape.reading)
+            case Dispatched(turn=turn):
+                return self._begin_turn(turn)
+            case Started(cached_tokens=num_tokens):
+                self.num_processed = self.num_cached = num_tokens
+            case Progress(processed_tokens=num_tokens):
+                self.num_processed = num_tokens
+            case Tokens():
+                return self._feed_tokens(event)
+            case Derailed(what=derail):
+                self.derail = derail
+            case Cancelled(usage=usage, timings=timings) if self.is_complete:
+                self.turn_end = Finished(reason="stop", usage=usage, timings=timings)
+            case Finished() | Cancelled() | Failed():
+                self.turn_end = self._unless_short(event)
+            case RunEnded():
+                self.run_end = event
+                return self._add(self._reader.end()) if self.is_read else []
+        return []
+
+    def failure(self) -> GatewayError | None:
+        """Why the run ended without an answer; None if it did not end, or ended well."""
+        if self.run_end is not None and self.run_end.error:
+            return TurnFailed(self.run_end.error, self.run_end.message, retryable=False)
+        match self.turn_end:
+            case Finished():
+                return None
+            case Cancelled():
+                return TurnFailed("cancelled", "The run was cancelled.", retryable=False)
+            case Failed(error=error, message=message, retryable=retryable):
+                return TurnFailed(error, message, retryable=retryable)
+        if not self.ended:
+            return None
+        return TurnFailed("internal_error", "The run ended without saying why.")
+
+    def _begin_turn(self, turn: int) -> list[Part]:
+        """A further turn of the run, or the same one sent again."""
+        parts: list[Part] = []
+        if turn != self._turn:
+            if self.is_read:
+                parts = self._add(self._reader.end())
+            self._turn = turn
+            self._usage_before = self.usage
+            self._reader = Reader(self.shape.reading)
+            self._texts.clear()
+            del self.token_ids[:]
+        self.turn_end = None
+        return parts
+
+    def _unless_short(self, end: TurnEnd) -> TurnEnd:
+        """Tokens sent = tokens in usage; otherwise the text that came is not the whole answer."""
+        num_counted = end.usage.completion_tokens
+        if not isinstance(end, Finished) or len(self.token_ids) == num_counted:
+            return end
+        message = f"Of {num_counted} generated tokens {len(self.token_ids)} arrived. Send the call again."
+        return Failed(error="gap", message=message, retryable=True, usage=end.usage, timings=end.timings)
+
+    def _feed_tokens(self, event: Tokens) -> list[Part]:
+        self.token_ids.extend(unpack_token_ids(event.token_ids))
+        self._texts.append(event.text)
+        self.logprobs.extend(event.logprobs)
+        return self._add(self._reader.feed(event.text)) if self.is_read else []
+
+    def _add(self, parts: Sequence[Part]) -> list[Part]:
+        fresh = joined(parts)
+        self.said.add(fresh)
+        return fresh
+
+
+def _sum(one: Usage, other: Usage) -> Usage:
+    return Usage(
+        prompt_tokens=one.prompt_tokens + other.prompt_tokens,
+        cached_tokens=one.cached_tokens + other.cached_tokens,
+        completion_tokens=one.completion_tokens + other.completion_tokens,
+    )
