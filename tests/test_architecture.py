@@ -67,6 +67,7 @@ PURE = [
     "gateway/callers/hints.py",
     "gateway/callers/kin.py",
     "gateway/callers/lineage.py",
+    "gateway/callers/scopes.py",
     "gateway/text/parsing/__init__.py",
     "gateway/text/parsing/formats.py",
     "gateway/text/parsing/json_calls.py",

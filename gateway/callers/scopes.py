@@ -1,0 +1,47 @@
+"""What a caller may do, and whose runs and prefixes it shares. Pure: knows no token and no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Scope = Literal["read", "control", "approve", "admin"]
+"""read: look at models, runs and figures. control: start calls and runs of one's own and steer them.
+approve: respond where a run asks for input. admin: all of it, for the runs of all tenants."""
+
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+
+USUAL_SCOPES: tuple[Scope, ...] = ("read", "control", "approve")
+"""Those of a token, and of a call without one, unless told otherwise: whoever reaches this machine's loopback
+has the latter, so that they hold no key to other tenants."""
+
+LOCAL = "local"
+"""How settings name the calls of this machine without a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who calls, as far as access goes. The default is nobody."""
+
+    name: str = ""  # the token's; "" without one
+    tenant: str = ""  # whose runs it sees
+    namespace: str = ""  # whose prefixes it shares; as in Submit
+    scopes: frozenset[Scope] = frozenset()
+    flow_class: str = ""  # of calls that name none; "": the default one
+
+    def may(self, scope: Scope) -> bool:
+        """Whether it has that scope. admin has all."""
+        return scope in self.scopes or "admin" in self.scopes
+
+    def sees(self, tenant: str) -> bool:
+        """Whether that tenant's runs are there for it."""
+        return tenant == self.tenant or "admin" in self.scopes
+
+
+def namespace_of(tenant: str, shared: Sequence[str]) -> str:
+    """Who shares prefixes with the tenant: "" for nobody, else a name that no tenant can have.
+
+    `shared`: the tenants that share with each other; LOCAL is the one without a name.
+    """
+    return "\0".join(("shared", *sorted(set(shared)))) if (tenant or LOCAL) in shared else ""

@@ -1,0 +1,117 @@
+"""The index of the API: every path with what it takes, gives and asks. app.py mounts it, openapi.py tells it.
+
+An API with a module of its own brings a tuple of rows (see Route) and is named in ROUTES.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .api import ChatRequest, CompletionRequest
+from .chat import post_chat
+from .completions import post_completion
+from .health import get_health, get_ready
+from .metrics_page import get_metrics
+from .models import get_model, get_models
+from .route import Parameter, Route
+from .sessions import CancelRequest, post_cancel
+from .stream import get_run
+
+AFTER = (
+    Parameter("after", "Id of the last event that was seen: a resumed stream goes on behind it."),
+    Parameter("Last-Event-ID", "The same, as event sources send it.", where="header"),
+)
+
+OPENAI = (
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        call=post_chat,
+        scope="control",
+        summary="Answers a conversation.",
+        body=ChatRequest,
+        events=dict[str, Any],
+    ),
+    Route(
+        method="GET",
+        path="/v1/chat/completions/{id}",
+        call=get_run,
+        scope="read",
+        summary="A chat's answer again.",
+        events=dict[str, Any],
+        parameters=AFTER,
+    ),
+    Route(
+        method="POST",
+        path="/v1/completions",
+        call=post_completion,
+        scope="control",
+        summary="Continues a text.",
+        body=CompletionRequest,
+        events=dict[str, Any],
+    ),
+    Route(
+        method="GET",
+        path="/v1/completions/{id}",
+        call=get_run,
+        scope="read",
+        summary="A text completion's answer again.",
+        events=dict[str, Any],
+        parameters=AFTER,
+    ),
+)
+
+SESSIONS = (
+    Route(
+        method="POST",
+        path="/v1/sessions/{session}/cancel",
+        call=post_cancel,
+        scope="control",
+        verb="cancel_session",
+        summary="Ends a session's runs, or those of one agent and its descendants.",
+        body=CancelRequest,
+        is_body_optional=True,
+    ),
+)
+
+MODELS = (
+    Route(method="GET", path="/v1/models", call=get_models, scope="read", summary="All models."),
+    Route(
+        method="GET",
+        path="/v1/models/{model:.+}",
+        call=get_model,
+        scope="read",
+        summary="One model by its id.",
+    ),
+)
+
+SERVER = (
+    Route(
+        method="GET",
+        path="/health",
+        call=get_health,
+        scope="read",
+        summary="The process answers, with settings in force and measured facts.",
+        is_limited=False,
+    ),
+    Route(
+        method="GET",
+        path="/ready",
+        call=get_ready,
+        scope="read",
+        summary="Whether a call would be served now.",
+        is_limited=False,
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        call=get_metrics,
+        scope="read",
+        summary="Figures in Prometheus's text format.",
+        answers={200: str},
+        media="text/plain",
+        is_limited=False,
+    ),
+)
+
+ROUTES: tuple[Route, ...] = (*OPENAI, *SESSIONS, *MODELS, *SERVER)
