@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from gateway.dialects.answer import Endpoint
 from gateway.errors import GatewayError, InvalidField, shorten
 from workers.messages import Retain
 
@@ -147,6 +148,8 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     raw_messages: list[dict[str, Any]] = []
     raw_tools: list[dict[str, Any]] | None = None
+    endpoint: Endpoint = "chat"  # other dialects' bodies become chat requests too
+    echo: dict[str, Any] = {}  # what their answers repeat of the body
 
     @property
     def tools_in_use(self) -> list[dict[str, Any]] | None:
@@ -337,7 +340,7 @@ def is_deep(value: Any, levels: int) -> bool:
 
 
 def _convert(fields: dict[str, Any], kind: type[Request]) -> Request:
-    hidden = ("raw_messages", "raw_tools")
+    hidden = ("raw_messages", "raw_tools", "endpoint", "echo")
     known = {name: value for name, value in fields.items() if name not in hidden}
     try:
         return msgspec.convert(known, kind)

@@ -74,7 +74,8 @@ async def prepare_chat(
     prompt = await prompts.encode(conversation, max_tokens=engine.info.context_length, scope=caller.scope)
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     shape = AnswerShape(
-        endpoint="chat",
+        endpoint=request.endpoint,
+        echo=request.echo,
         stream=request.stream,
         include_usage=request.include_usage,
         logprobs=request.logprobs,
@@ -144,7 +145,7 @@ def _order(
 
 def _room(num_prompt_tokens: int, context_length: int, shape: AnswerShape) -> int:
     """How many tokens the answer may have."""
-    param = "messages" if shape.endpoint == "chat" else "prompt"
+    param = "prompt" if shape.endpoint == "text" else "messages"
     if num_prompt_tokens == 0:
         raise InvalidField(param, f"'{param}' makes an empty prompt: it must have at least one token.")
     if num_prompt_tokens >= context_length:
