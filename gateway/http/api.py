@@ -149,7 +149,7 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     raw_messages: list[dict[str, Any]] = []
     raw_tools: list[dict[str, Any]] | None = None
     endpoint: Endpoint = "chat"  # other dialects' bodies become chat requests too
-    echo: dict[str, Any] = {}  # what their answers repeat of the body
+    echoed: dict[str, Any] = {}  # what their answers repeat of the body
 
     @property
     def tools_in_use(self) -> list[dict[str, Any]] | None:
@@ -340,7 +340,7 @@ def is_deep(value: Any, levels: int) -> bool:
 
 
 def _convert(fields: dict[str, Any], kind: type[Request]) -> Request:
-    hidden = ("raw_messages", "raw_tools", "endpoint", "echo")
+    hidden = ("raw_messages", "raw_tools", "endpoint", "echoed")
     known = {name: value for name, value in fields.items() if name not in hidden}
     try:
         return msgspec.convert(known, kind)

@@ -75,7 +75,7 @@ async def prepare_chat(
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     shape = AnswerShape(
         endpoint=request.endpoint,
-        echo=request.echo,
+        echo=request.echoed,
         stream=request.stream,
         include_usage=request.include_usage,
         logprobs=request.logprobs,
