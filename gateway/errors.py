@@ -5,6 +5,7 @@ Knows the OpenAI error shape; knows neither aiohttp nor the bus.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +29,20 @@ KINDS: dict[str, ErrorKind] = {
     "template_error": ErrorKind(400, INVALID),
     "context_length_exceeded": ErrorKind(400, INVALID),
     "unauthorized": ErrorKind(401, "authentication_error"),
+    "forbidden": ErrorKind(403, "permission_error"),
+    "origin_not_allowed": ErrorKind(403, "permission_error"),
     "not_found": ErrorKind(404, INVALID),
     "model_not_found": ErrorKind(404, INVALID),
     "run_not_found": ErrorKind(404, INVALID),
     "method_not_allowed": ErrorKind(405, INVALID),
+    "idempotency_conflict": ErrorKind(409, INVALID),
+    "run_ended": ErrorKind(409, INVALID),
+    "run_live": ErrorKind(409, INVALID),
     "body_too_large": ErrorKind(413, INVALID),
     "unsupported_content_type": ErrorKind(415, INVALID),
     "host_not_allowed": ErrorKind(421, INVALID),
     # cannot now
+    "rate_limited": ErrorKind(429, "rate_limit_error", retryable=True),
     "overloaded": ErrorKind(429, "rate_limit_error", retryable=True),
     "no_engine": ErrorKind(503, SERVER, retryable=True),
     "bus_unavailable": ErrorKind(503, SERVER, retryable=True),
@@ -64,6 +71,8 @@ class GatewayError(Exception):
       InvalidField      a known field of the body has a bad type or value (400)
       UnknownModel      no engine serves that model (404)
       RunNotFound       no such run, or its events have expired (404)
+      Conflict          the run is in a state that does not allow it, or a key is taken (409)
+      RateLimited       the token's calls per minute are used up (429, Retry-After)
       Overloaded        too many wait (429, Retry-After)
       NoEngine          no living engine can take the call now (503)
       TurnFailed        the turn ended in `Failed` or `Cancelled`
@@ -128,6 +137,22 @@ class RunNotFound(GatewayError):
 
     def __init__(self, run_id: str) -> None:
         super().__init__("run_not_found", f"There is no run '{shorten(run_id)}', or its events have expired.")
+
+
+class Conflict(GatewayError):
+    """What is there already does not allow it; the same call would be refused again."""
+
+
+class RateLimited(GatewayError):
+    """The token's calls per minute are used up."""
+
+    def __init__(self, token: str, calls_per_minute: int, retry_after_seconds: float) -> None:
+        super().__init__(
+            "rate_limited",
+            f"The token '{token}' may make {calls_per_minute} calls a minute. Try again in "
+            f"{max(1, math.ceil(retry_after_seconds))} s.",
+            retry_after=retry_after_seconds,
+        )
 
 
 class Overloaded(GatewayError):

@@ -1,0 +1,106 @@
+"""Values of one kind that may never fill the bus: each expires, and the oldest go when all are too many.
+
+Owns their keys, sizes and order in the bus. Knows nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis.asyncio.client import Pipeline
+
+from gateway.bus import Bus
+from workers.messages import KEY_PREFIX
+
+SWEEP_SHARE = 16
+"""A gateway looks at the sum of all sizes after it has added this part of what is allowed."""
+
+OVERHEAD_BYTES = 300
+"""What a value costs beside itself: its key, and its names in the order and among the sizes."""
+
+
+class Shelf:
+    """Values under names. The sum of their sizes stays under `max_bytes`, up to a sixteenth per gateway."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        kind: str,
+        *,
+        max_bytes: int,
+        seconds: int,
+        key: Callable[[str], str] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._bus = bus
+        self._key = key or (lambda name: f"{KEY_PREFIX}{kind}:{name}")
+        self._order = f"{KEY_PREFIX}{kind}:order"  # ZSET: name -> unix seconds of its last use
+        self._sizes = f"{KEY_PREFIX}{kind}:sizes"  # ZSET: name -> bytes
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._now = now
+        self._unswept = max_bytes  # the first addition looks at what is there
+
+    async def put(self, name: str, value: bytes, used: Sequence[str] = ()) -> None:
+        """Keeps a value; those in `used` count as used now, and so live as long. Raises BusLost."""
+        pipeline = self._bus.commands.pipeline(transaction=True)
+        pipeline.set(self._key(name), value, ex=self._seconds)
+        self.note(pipeline, name, len(value))
+        if used:
+            pipeline.zadd(self._order, dict.fromkeys(used, self._now()), xx=True)
+            for key in map(self._key, used):
+                pipeline.expire(key, self._seconds)
+        await self._bus.execute(pipeline)
+        await self.sweep_if_due()
+
+    async def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """The values, None for those that are gone. Raises BusLost."""
+        if not names:
+            return []
+        values: list[bytes | None] = await self._bus.answered(
+            self._bus.commands.mget([self._key(name) for name in names])
+        )
+        return values
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Lets values go. Safe to repeat; raises BusLost."""
+        if names:
+            pipeline = self._bus.commands.pipeline(transaction=True)
+            pipeline.delete(*(self._key(name) for name in names))
+            pipeline.zrem(self._order, *names)
+            pipeline.zrem(self._sizes, *names)
+            await self._bus.execute(pipeline)
+
+    def note(self, pipeline: Pipeline, name: str, num_bytes: int, *, grows: bool = False) -> None:
+        """Adds to a pipeline that a value is used now and so large, or (`grows`) so much larger."""
+        size = num_bytes if grows else num_bytes + OVERHEAD_BYTES
+        pipeline.zadd(self._order, {name: self._now()})
+        if grows:
+            pipeline.zincrby(self._sizes, size, name)
+        else:
+            pipeline.zadd(self._sizes, {name: size})
+        self._unswept += size
+
+    async def sweep_if_due(self) -> None:
+        """Forgets what has expired, then lets the oldest go until the rest fits. Raises BusLost."""
+        if self._unswept < self._max_bytes // SWEEP_SHARE:
+            return
+        self._unswept = 0
+        pipeline = self._bus.commands.pipeline(transaction=True)
+        pipeline.zrange(self._order, 0, -1, withscores=True)
+        pipeline.zrange(self._sizes, 0, -1, withscores=True)
+        order, sizes = await self._bus.execute(pipeline)
+        await self.remove(self._surplus(order, {name: int(size) for name, size in sizes}))
+
+    def _surplus(self, order: Any, sizes: dict[bytes, int]) -> list[str]:
+        """The oldest first: all that is left when the rest is young and small enough."""
+        expired_before = self._now() - self._seconds
+        total, surplus = sum(sizes.values()), []
+        for name, used in order:
+            if used >= expired_before and total <= self._max_bytes:
+                break
+            total -= sizes.get(name, 0)
+            surplus.append(name.decode())
+        return surplus
