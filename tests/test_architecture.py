@@ -80,6 +80,7 @@ PURE = [
     "gateway/dialects/frames.py",
     "gateway/dialects/openai.py",
     "gateway/dialects/table.py",
+    "gateway/flow/classes.py",
     "gateway/flow/router.py",
     "gateway/runs/state.py",
     "gateway/text/volatile.py",

@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 
 import msgspec
 
+from gateway.flow.classes import CLASSES, MAX_PRIORITY, FlowClass, FlowHints
 from gateway.http.api import CommonRequest, HintFields, bad_field
 from workers.messages import Retain
 
@@ -43,6 +44,9 @@ class Hints:
     is_final: bool = False
     retain: Retain = "session"
     explain: bool = False
+    flow_class: FlowClass | None = None  # None: not told, so what the caller's token says
+    priority: int = 0
+    expected_output_tokens: int | None = None  # None: not told
 
 
 NO_HINTS = Hints()
@@ -50,10 +54,12 @@ NO_HINTS = Hints()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: `tenant` never shares prefixes with another."""
+    """Who calls: `tenant` sees no runs of another, and shares prefixes with those of the same `namespace`."""
 
     tenant: str = ""
     hints: Hints = NO_HINTS
+    namespace: str = ""  # as in Submit
+    flow_class: FlowClass = "default"  # of calls that name none
 
     @property
     def scope(self) -> bytes:
@@ -61,6 +67,15 @@ class Caller:
         names = self.hints.names
         told = "\0".join((self.tenant, names.session, names.agent))
         return hashlib.blake2b(told.encode(errors="replace"), digest_size=8).digest()
+
+    @property
+    def flow(self) -> FlowHints:
+        """The call's place in line."""
+        return FlowHints(
+            flow_class=self.hints.flow_class or self.flow_class,
+            priority=self.hints.priority,
+            expected_output_tokens=self.hints.expected_output_tokens,
+        )
 
 
 def read_hints(headers: Mapping[str, str], request: CommonRequest) -> Hints:
@@ -80,6 +95,9 @@ def read_hints(headers: Mapping[str, str], request: CommonRequest) -> Hints:
         is_final=_is_final(headers, told),
         retain=_retain(headers, told.retain),
         explain=bool(told.explain),
+        flow_class=_class(headers, told.flow_class),
+        priority=_priority(headers, told.priority or 0),
+        expected_output_tokens=_expected_output(headers, told.expected_output_tokens),
     )
 
 
@@ -201,3 +219,36 @@ def _retain(headers: Mapping[str, str], told: Retain | None) -> Retain:
     if text and text not in RETAINS:
         raise bad_field("X-Tetrarch-Retain", text, remedy=" or ".join(f"'{name}'" for name in RETAINS))
     return cast(Retain, text) if text else told or "session"
+
+
+def _class(headers: Mapping[str, str], told: FlowClass | None) -> FlowClass | None:
+    """X-SMG-Priority is another router's header for the same four names."""
+    text = headers.get("X-Tetrarch-Class", "").strip().lower()
+    if text and text not in CLASSES:
+        raise bad_field("X-Tetrarch-Class", text, remedy=" or ".join(f"'{name}'" for name in CLASSES))
+    foreign = headers.get("X-SMG-Priority", "").strip().lower()
+    return _class_named(text) or told or _class_named(foreign)
+
+
+def _class_named(text: str) -> FlowClass | None:
+    return next((name for name in CLASSES if name == text), None)
+
+
+def _priority(headers: Mapping[str, str], told: int) -> int:
+    text = headers.get("X-Tetrarch-Priority", "").strip()
+    if not text:
+        return told
+    if not re.fullmatch(r"[+-]?[0-9]{1,9}", text) or abs(int(text)) > MAX_PRIORITY:
+        raise bad_field(
+            "X-Tetrarch-Priority", text, remedy=f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
+    return int(text)
+
+
+def _expected_output(headers: Mapping[str, str], told: int | None) -> int | None:
+    if not headers.get("X-Tetrarch-Expected-Output"):
+        return told
+    number = _whole_number(headers, "X-Tetrarch-Expected-Output", 0)
+    if number < 1:
+        raise bad_field("X-Tetrarch-Expected-Output", number, remedy="a whole number of tokens from 1")
+    return number

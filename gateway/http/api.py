@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from gateway.dialects.answer import Endpoint
 from gateway.errors import GatewayError, InvalidField, shorten
+from gateway.flow.classes import MAX_PRIORITY, FlowClass
 from workers.messages import Retain
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -51,6 +52,9 @@ class HintFields(Struct, frozen=True, kw_only=True):
     final: bool | None = None
     retain: Retain | None = None
     explain: bool | None = None
+    flow_class: FlowClass | None = field(name="class", default=None)
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    expected_output_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
 
 
 class CommonRequest(Struct, frozen=True, kw_only=True):
@@ -206,6 +210,9 @@ REMEDIES = {
     "final": "true or false",
     "retain": "'session', 'ephemeral' or 'pin'",
     "explain": "true or false",
+    "class": "'system', 'interactive', 'default' or 'bulk'",
+    "priority": f"a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}",
+    "expected_output_tokens": "a whole number from 1",
     "top_logprobs": "a whole number from 0 to 20, with logprobs true",
     "tools": "a list of {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}",
     "tool_choice": "'auto' or 'none': a call cannot be forced yet, so ask for it in the prompt",

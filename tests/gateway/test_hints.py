@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.callers.hints import MAX_NAME_CHARS, Caller, Hints, Names, read_hints
 from gateway.errors import InvalidField
+from gateway.flow.classes import NORMAL
 from gateway.http.api import parse_chat
 
 UUID = "0b2f9a4e-8d11-4c6e-9a51-2f4f6f0f3c11"
@@ -35,10 +36,23 @@ def test_our_headers_say_all_that_the_body_can_say() -> None:
         "X-Tetrarch-Expects": "read_file",
         "X-Tetrarch-Final": "true",
         "X-Tetrarch-Retain": "pin",
+        "X-Tetrarch-Class": "Bulk",
+        "X-Tetrarch-Priority": "-7",
+        "X-Tetrarch-Expected-Output": "90",
     }
     fields = {"session": "s", "agent": "a", "parent": "p", "fork_tokens": 640}
     fields |= {"expects": "read_file", "final": True, "retain": "pin"}
-    expected = Hints(Names("s", "a", "p"), 640, "read_file", is_final=True, retain="pin")
+    fields |= {"class": "bulk", "priority": -7, "expected_output_tokens": 90}
+    expected = Hints(
+        Names("s", "a", "p"),
+        640,
+        "read_file",
+        is_final=True,
+        retain="pin",
+        flow_class="bulk",
+        priority=-7,
+        expected_output_tokens=90,
+    )
     assert hints(headers) == hints(tetrarch=fields) == expected
     assert hints(tetrarch={"explain": True}).explain
 
@@ -126,6 +140,13 @@ def test_dynamos_end_of_a_session_is_final() -> None:
         ({"X-Tetrarch-Final": "perhaps"}, {}, "X-Tetrarch-Final"),
         ({"X-Tetrarch-Retain": "forever"}, {}, "X-Tetrarch-Retain"),
         ({"X-Tetrarch-Session": "a\tb"}, {}, "X-Tetrarch-Session"),
+        ({"X-Tetrarch-Class": "urgent"}, {}, "X-Tetrarch-Class"),
+        ({"X-Tetrarch-Priority": "high"}, {}, "X-Tetrarch-Priority"),
+        ({"X-Tetrarch-Priority": "1001"}, {}, "X-Tetrarch-Priority"),
+        ({"X-Tetrarch-Expected-Output": "0"}, {}, "X-Tetrarch-Expected-Output"),
+        ({}, {"tetrarch": {"class": "urgent"}}, "tetrarch.class"),
+        ({}, {"tetrarch": {"priority": -1001}}, "tetrarch.priority"),
+        ({}, {"tetrarch": {"expected_output_tokens": 0}}, "tetrarch.expected_output_tokens"),
         ({}, {"tetrarch": {"agent": "a\nb"}}, "tetrarch.agent"),
         ({}, {"tetrarch": {"session": 7}}, "tetrarch.session"),
         ({}, {"tetrarch": {"fork_tokens": -1}}, "tetrarch.fork_tokens"),
@@ -153,6 +174,18 @@ def test_what_other_clients_send_is_cleaned_and_never_refused() -> None:
     assert hints(headers).names == Names("s[31m")
     assert hints({"x-codex-turn-metadata": "[" * 20_000}).names == Names()
     assert hints(metadata={"user_id": {"a": 1}}).names == Names()
+
+
+def test_a_class_comes_from_the_header_the_body_another_router_or_the_token_in_that_order() -> None:
+    foreign = {"X-SMG-Priority": "interactive"}
+    ours = {**foreign, "X-Tetrarch-Class": "system"}
+    assert hints(ours, tetrarch={"class": "bulk"}).flow_class == "system"
+    assert hints(foreign, tetrarch={"class": "bulk"}).flow_class == "bulk"
+    assert hints(foreign).flow_class == "interactive"
+    assert hints({"X-SMG-Priority": "7"}).flow_class is None
+    assert Caller("t", hints(foreign), flow_class="bulk").flow.flow_class == "interactive"
+    assert Caller("t", hints(), flow_class="bulk").flow.flow_class == "bulk"
+    assert Caller().flow == NORMAL
 
 
 def test_long_names_are_capped_and_stay_two() -> None:
