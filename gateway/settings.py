@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from gateway.callers.scopes import USUAL_SCOPES, Scope
 from metrics.settings import load
 
 SECTION = "gateway"
@@ -48,6 +49,32 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Further names, comma-separated, that a request's Host header may hold."),
     ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origins of web pages, comma-separated, that may call this server though it did not "
+            "send them, such as https://phone.example where a proxy rewrites the Host header."
+        ),
+    ] = ()
+    local_scopes: Annotated[
+        tuple[Scope, ...],
+        Meta(description="What calls of this machine may do without a token: read, control, approve, admin."),
+    ] = USUAL_SCOPES
+    calls_per_minute: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Calls a minute of a token made without a limit of its own; left out: any number."),
+    ] = None
+    shared_prefixes: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Groups of tokens, comma-separated, that share cached prefixes with each other; "
+            "'local' stands for calls without a token. Their runs stay apart."
+        ),
+    ] = ()
+    audit_file_bytes: Annotated[
+        int,
+        Meta(ge=4096, description="Bytes at which the audit log is set aside; one older file is kept."),
+    ] = 16 << 20
     max_waiting: Annotated[
         int, Meta(ge=1, le=100_000, description="Calls that may wait in line; more get 429.")
     ] = 64

@@ -130,7 +130,8 @@ class Submit(Message, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    tenant: str = ""  # prefixes are never shared between tenants
+    tenant: str = ""  # whose turn it is: agents' names and sessions are unique within it
+    namespace: str = ""  # prefixes are shared within it, over tenants; "": the tenant shares with nobody
     agent: str = ""  # who calls; it returns to its last worker when that is free
     session: str = ""  # the tree of agents that this one belongs to; agents' names are unique within it
     parent: str = ""  # the agent that called this one, in the same session
@@ -222,6 +223,7 @@ class Accepted(Message, frozen=True, kw_only=True):
     prompt_tokens: int
     gateway: str = ""  # its lease keeps the run alive
     request: msgspec.Raw = msgspec.Raw(b"\xc0")  # what a resuming gateway needs to shape the answer
+    spec: bytes = b""  # the gateway's RunSpec; b"": a plain call
 
 
 class Dispatched(Message, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from gateway.flow.classes import FlowClass
+
 Scope = Literal["read", "control", "approve", "admin"]
 """read: look at models, runs and figures. control: start calls and runs of one's own and steer them.
 approve: respond where a run asks for input. admin: all of it, for the runs of all tenants."""
@@ -28,7 +30,7 @@ class Access:
     tenant: str = ""  # whose runs it sees
     namespace: str = ""  # whose prefixes it shares; as in Submit
     scopes: frozenset[Scope] = frozenset()
-    flow_class: str = ""  # of calls that name none; "": the default one
+    flow_class: FlowClass = "default"  # of calls that name none
 
     def may(self, scope: Scope) -> bool:
         """Whether it has that scope. admin has all."""

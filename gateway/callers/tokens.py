@@ -16,17 +16,37 @@ from pathlib import Path
 import msgspec
 
 from gateway.errors import GatewayError
+from gateway.flow.classes import FlowClass
+
+from .scopes import USUAL_SCOPES, Scope
 
 PREFIX = "tet-"
 """Lets secret scanners and people recognise a token."""
 
 
-class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is kept of a token. `name` is also the tenant of its calls."""
+class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the holder of a token may do. The defaults are those of tokens made before there was a choice."""
+
+    scopes: tuple[Scope, ...] = USUAL_SCOPES
+    group: str = ""  # tokens of one group share runs and prefixes; "": the token's name is its group
+    calls_per_minute: int | None = None  # None: as the gateway's settings say; 0: any number
+    flow_class: FlowClass = "default"  # of calls that name none
+
+
+class Token(Grant, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is kept of a token."""
 
     name: str
     created: int  # unix seconds
     sha256: str  # hex
+
+    @property
+    def tenant(self) -> str:
+        """Whose runs its calls are."""
+        return self.group or self.name
+
+
+NO_GRANT = Grant()
 
 
 class TokenError(GatewayError):
@@ -44,15 +64,23 @@ class TokenStore:
         self._seen: tuple[int, int] | None = None
         self._tokens: list[Token] = []
 
-    def add(self, name: str) -> str:
-        """A new token, told only here. Raises TokenError for a taken or empty name."""
-        if not name or len(name) > 64 or not name.isprintable():
-            raise TokenError("A token's name must have 1 to 64 printable characters.")
+    def add(self, name: str, grant: Grant = NO_GRANT) -> str:
+        """A new token, told only here. Raises TokenError for a taken or unusable name or group."""
+        _check_name("name", name)
+        if grant.group:
+            _check_name("group", grant.group)
         tokens = self.tokens()
         if any(token.name == name for token in tokens):
             raise TokenError(f"There is a token named '{name}' already: revoke it or choose another name.")
+        if not grant.group and any(token.group == name for token in tokens):
+            raise TokenError(
+                f"There is a group named '{name}', whose runs this token would see: say so with --group, "
+                "or choose another name."
+            )
         secret = PREFIX + secrets.token_urlsafe(32)
-        self._write([*tokens, Token(name, int(time.time()), _sha256(secret))])
+        given = msgspec.structs.asdict(grant)
+        token = Token(name=name, created=int(time.time()), sha256=_sha256(secret), **given)
+        self._write([*tokens, token])
         return secret
 
     def revoke(self, name: str) -> None:
@@ -102,6 +130,11 @@ class TokenStore:
             Path(temporary).unlink(missing_ok=True)
             raise
         self._seen = None
+
+
+def _check_name(what: str, name: str) -> None:
+    if not name or len(name) > 64 or not name.isprintable():
+        raise TokenError(f"A token's {what} must have 1 to 64 printable characters.")
 
 
 def _sha256(secret: str) -> str:

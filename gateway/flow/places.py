@@ -28,6 +28,7 @@ class Order:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     tenant: str = ""
+    namespace: str = ""  # as in Submit
     hints: Hints = NO_HINTS  # with the names that the agent has in the end, inferred or told
     system_tokens: int = 0  # as in Submit
     turn_tokens: int = 0
@@ -82,6 +83,7 @@ def submit_of(order: Order, run_id: str, attempt: int, engine: EngineInfo) -> Su
         stop_token_ids=order.stop_token_ids,
         ignore_eos=order.ignore_eos,
         tenant=order.tenant,
+        namespace=order.namespace,
         session=names.session,
         agent=names.agent,
         parent=names.parent,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
+from gateway.audit import AUDIT_FILE, AuditLog
 from gateway.callers.tokens import TokenStore
 from gateway.flow.directory import Directory
 from gateway.runs.runs import Runs
@@ -29,18 +30,30 @@ def build_app(
     instruments: Instruments,
     is_bus_up: Callable[[], bool] = lambda: True,
 ) -> web.Application:
-    """The application. Run it with `handler_cancellation=True`: that is how a leaving client is noticed."""
+    """The application. Run it with `handler_cancellation=True`: that is how a leaving client is noticed.
+
+    The audit log is in the settings' home folder; without one there is none.
+    """
     app = web.Application(middlewares=MIDDLEWARES, client_max_size=settings.body_limit_bytes)
     library = PromptLibrary(normalises=settings.normalise_prompts)
-    app[STATE] = State(settings, runs, directory, tokens, Followers(runs), is_bus_up, library)
+    app[STATE] = State(
+        settings, runs, directory, tokens, Followers(runs), is_bus_up, library, audit=_audit_log(settings)
+    )
     app[DIRECTORY], app[RUNS], app[INSTRUMENTS] = directory, runs, instruments
     mount(app, ROUTES)
     app.on_response_prepare.append(count_response)
     app.on_response_prepare.append(name_response)
-    app.cleanup_ctx.append(_finish_cancels)
+    app.cleanup_ctx.append(_finish)
     return app
 
 
-async def _finish_cancels(app: web.Application) -> AsyncIterator[None]:
+def _audit_log(settings: GatewaySettings) -> AuditLog | None:
+    return AuditLog(settings.home / AUDIT_FILE, settings.audit_file_bytes) if settings.home else None
+
+
+async def _finish(app: web.Application) -> AsyncIterator[None]:
     yield
-    await app[STATE].followers.close()
+    state = app[STATE]
+    await state.followers.close()
+    if state.audit is not None:
+        await state.audit.close()

@@ -17,10 +17,11 @@ from gateway.flow.places import Order
 from gateway.text.prompts import PromptLibrary
 from gateway.text.tokenizer import pack_token_ids
 
+from .access import access_of
 from .api import Request, parse
 from .requests import Prepared, find_engine
 from .state import STATE, State
-from .stream import TENANT_KEY, answer_run
+from .stream import answer_run
 
 Prepare = Callable[[Request, Caller, EngineView, PromptLibrary], Awaitable[Prepared]]
 
@@ -53,7 +54,9 @@ async def answer_call(
     """Starts a run and follows it to its end. Raises GatewayError for what cannot be taken."""
     state = request.app[STATE]
     asked = await parse(parser, await request.read())
-    caller = Caller(request.get(TENANT_KEY, ""), read_hints(request.headers, asked))
+    access = access_of(request)
+    hints = read_hints(request.headers, asked)
+    caller = Caller(access.tenant, hints, access.namespace, access.flow_class)
     told = caller.hints.names
     if told.session or told.agent:
         structlog.contextvars.bind_contextvars(session=told.session or told.agent)

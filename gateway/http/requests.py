@@ -138,6 +138,7 @@ def _order(
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         tenant=caller.tenant,
+        namespace=caller.namespace,
         hints=caller.hints,
         request=msgspec.msgpack.encode(shape),
     )

@@ -10,9 +10,10 @@ from gateway.callers.hints import clean
 from gateway.errors import GatewayError, InvalidField
 from workers.messages import CancelAgents
 
+from .access import access_of
 from .api import bad_field
 from .state import STATE
-from .stream import TENANT_KEY, json_response
+from .stream import json_response
 
 
 class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,7 +28,7 @@ async def post_cancel(request: web.Request) -> web.Response:
     Runs that other gateways have in line are not reached, those on engines are.
     """
     state = request.app[STATE]
-    tenant = request.get(TENANT_KEY, "")
+    tenant = access_of(request).tenant
     session = _name("session", request.match_info["session"])
     asked = _asked(await request.read())
     agent = "" if asked.agent is None else _name("agent", asked.agent)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from gateway.audit import AuditLog
 from gateway.callers.kin import Kin
 from gateway.callers.lineage import Lineage
+from gateway.callers.rates import Rates
 from gateway.callers.tokens import TokenStore
 from gateway.errors import GatewayError
 from gateway.flow.directory import Directory
@@ -79,6 +81,8 @@ class State:
     prompts: PromptLibrary
     lineage: Lineage = field(default_factory=lambda: Lineage(time.monotonic))
     kin: Kin = field(default_factory=Kin)
+    rates: Rates = field(default_factory=Rates)
+    audit: AuditLog | None = None  # None: control verbs are not noted
     started: float = field(default_factory=time.monotonic)
 
 

@@ -25,6 +25,7 @@ from gateway.runs.event_ids import id_pair
 from gateway.runs.runs import RunEvent, Runs
 from workers.messages import RUN_END_ID, Tokens
 
+from .access import access_of
 from .state import STATE
 
 STREAM_HEADERS = {
@@ -84,8 +85,7 @@ def _sse(frames: Sequence[Frame], event_id: str | None) -> bytes:
 
 RUN_KEY = web.RequestKey("tetrarch_run", str)
 STREAM_KEY = web.RequestKey("tetrarch_stream", SseStream)
-TENANT_KEY = web.RequestKey("tetrarch_tenant", str)
-"""What a request keeps: its run's id, its open SSE stream, and its caller's tenant."""
+"""What a request keeps: its run's id and its open SSE stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,8 @@ async def answer_run(
         async with contextlib.aclosing(generator) as events:
             first = await anext(events)
             answer.feed(first.event)
-            is_ours = answer.accepted is not None and answer.shape.tenant == request.get(TENANT_KEY, "")
+            access = access_of(request)
+            is_ours = answer.accepted is not None and access.sees(answer.shape.tenant)
             if not is_ours or answer.shape.endpoint not in DIALECTS:
                 raise RunNotFound(run_id)
             teller = DIALECTS[answer.shape.endpoint].teller(answer)
