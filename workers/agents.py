@@ -144,6 +144,7 @@ class Agents:
 
     def started(self, turn: Turn, num_matched: int, restart: Restart | None) -> None:
         """A turn holds a path for the first time; what was held for it is its own now."""
+        self.pins.drop_run(turn.run_id)
         agent = self.of(turn)
         if agent is None:
             return
@@ -159,7 +160,7 @@ class Agents:
         if not agent.num_tokens:
             agent.num_shared = num_matched
         agent.num_shared = min(agent.num_shared, num_matched)
-        agent.num_tokens = len(turn.prompt) + answer_tokens(turn)
+        agent.num_tokens = turn.num_tokens + answer_tokens(turn)
         self.pins.drop(agent.key, PinReason.TOOL, PinReason.JOIN)
 
     def ended(self, turn: Turn, now: float, *, was_published: bool) -> None:
@@ -171,7 +172,7 @@ class Agents:
         agent.num_running -= turn.started_at is not None
         agent.left_at = now if turn.is_answered else None
         agent.waits_for = turn.hints.expects if turn.is_answered else ""
-        agent.is_dead = turn.hints.is_last and not agent.num_turns
+        agent.is_dead = turn.hints.is_last and not agent.num_turns and not turn.is_paused
         until = now + self._expected_seconds(agent)
         agent.hot_until = until if turn.started_at is not None else min(agent.hot_until, until)
         tokens = turn.tokens(0, turn.num_tokens) if turn.started_at is not None else array("I")
@@ -183,9 +184,12 @@ class Agents:
 
     def keeps(self, turn: Turn, kept: Kept, now: float) -> None:
         """What an ended turn published stays under this handle: held, left to age or the first to go."""
+        if turn.hold_seconds:
+            owner = AgentKey(turn.tenant, turn.session, turn.agent)
+            self.pins.put(PinReason.PAUSE, turn.run_id, Pin(kept, now + turn.hold_seconds, now, owner))
         agent = self.of(turn)
         if agent is None:
-            if turn.hints.is_last:
+            if turn.hints.is_last and not turn.is_paused:
                 self._retire(kept)
             return
         agent.kept = kept
@@ -218,6 +222,7 @@ class Agents:
 
     def cancel(self, keys: set[AgentKey]) -> None:
         """Agents that are done for: nothing is held for them, and what they alone had is freed."""
+        self.pins.drop_runs_of(keys)
         for key in keys:
             self.pins.drop(key)
             self.histories.forget(key)

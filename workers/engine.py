@@ -14,7 +14,7 @@ from .counters import EngineCounts
 from .drafting import Drafter
 from .errors import SettingsError, TurnRefused
 from .line import LineRules
-from .messages import Cancel, CancelAgents, Failed, Submit
+from .messages import Cancel, CancelAgents, Failed, Pause, Submit
 from .pace import Pace, PaceLimits
 from .plan import Runner, StepPlan, StepResult
 from .scheduler import Scheduler
@@ -91,6 +91,10 @@ class Engine:
     def cancel(self, cancel: Cancel) -> None:
         """End a turn now; its Cancelled is among the next step's events."""
         self._scheduler.cancel(cancel, self._clock())
+
+    def pause(self, pause: Pause) -> None:
+        """End an attempt now, to be sent on later; its Paused is among the next step's events."""
+        self._scheduler.pause(pause, self._clock())
 
     def cancel_agents(self, cancel: CancelAgents) -> None:
         """End every turn of an agent and of its descendants now."""

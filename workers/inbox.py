@@ -22,6 +22,7 @@ from .errors import TurnRefused
 from .messages import (
     EVENT_FIELD,
     VERSION,
+    Cancel,
     CancelAgents,
     EngineInfo,
     Failed,
@@ -132,6 +133,8 @@ class Inbox:
         elif self._outbox.attach(TurnKey(message.run_id, message.attempt), inbox_id):
             self._deliveries.put(message)
         else:
+            if isinstance(message, Cancel):  # what a paused run's earlier attempt left is let go
+                self._deliveries.put(message)
             self._outbox.delete([inbox_id])
 
     def _receive_submit(self, inbox_id: bytes, submit: Submit) -> None:
@@ -150,7 +153,8 @@ class Inbox:
             "inbox message is of no use", error_kind=refused.kind, error=str(refused.__cause__ or refused)
         )
         is_ours = not isinstance(envelope.incarnation, int) or envelope.incarnation == self._info.incarnation
-        if envelope.run_id is None or envelope.attempt is None or envelope.kind == "cancel" or not is_ours:
+        is_turn = envelope.kind not in ("cancel", "pause")
+        if envelope.run_id is None or envelope.attempt is None or not is_turn or not is_ours:
             self._outbox.delete([inbox_id])
             return
         key = TurnKey(envelope.run_id, envelope.attempt)

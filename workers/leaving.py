@@ -57,7 +57,7 @@ class Leaving:
         """End a path that its turn gave up; a step later, where a checkpoint is worth that."""
         row = None
         try:
-            is_wanted = not (is_over and turn.hints.is_last)
+            is_wanted = turn.is_paused or not (is_over and turn.hints.is_last)
             if is_wanted and last is not None and self._is_worth(turn, path, last):
                 row = self._cache.reserve_state(path)
         except Exception:  # it ends without this checkpoint
@@ -80,6 +80,21 @@ class Leaving:
         for leaver in dropped:
             self._close(leaver.turn, leaver.path, now, is_over=leaver.is_over)
 
+    def hold(self, turn: Turn, now: float) -> None:
+        """Hold what a paused turn computed before it lost its worker."""
+        if turn.kept is None or not turn.is_paused:
+            return
+        try:
+            self._agents.keeps(turn, turn.kept, now)
+        except Exception:  # the turn has its end already, and goes on from less
+            log.exception("a prefix was not held", run=turn.run_id, attempt=turn.attempt)
+
+    def release_run(self, run_id: str) -> None:
+        """What its paused turn computed is not held for it."""
+        for leaver in self._leavers:
+            if leaver.turn.run_id == run_id and leaver.turn.is_paused:
+                leaver.turn.hold_seconds = 0.0
+
     def drop(self) -> None:
         """End all paths and keep nothing new: the step failed, or the engine begins again."""
         leavers, self._leavers = self._leavers, []
@@ -98,15 +113,15 @@ class Leaving:
     def _is_worth(self, turn: Turn, path: Path, kind: Kind) -> bool:
         if not self._cache.has_states:
             return False
-        fewest = MIN_BORDER_TOKENS if kind is Kind.BORDER else 1
+        fewest = MIN_BORDER_TOKENS if kind is Kind.BORDER and not turn.is_paused else 1
         return path.num_tokens - turn.kept_tokens >= fewest
 
     def _close(self, turn: Turn, path: Path, now: float, *, is_over: bool, kind: Kind | None = None) -> None:
         """End a path and keep what it computed; if that breaks, it is not kept and nobody else notices."""
         try:
-            kept = self._cache.kept(path)
+            turn.kept = kept = self._cache.kept(path)
             self._cache.close(path, kind=kind, agent=agent_name(turn))
-            if is_over:
+            if is_over or turn.is_paused:
                 self._agents.keeps(turn, kept, now)
         except Exception:  # the border of one path: its turn has its end already, or goes on from less
             log.exception("a prefix was not kept", run=turn.run_id, attempt=turn.attempt)
@@ -116,7 +131,7 @@ class Leaving:
 
 def _leads_to(left: Turn, turn: Turn) -> bool:
     """Whether the checkpoint that a turn leaves is likely to be worth waiting for."""
-    if left is turn or (turn.agent and key_of(left) == key_of(turn)):
+    if left.run_id == turn.run_id or (turn.agent and key_of(left) == key_of(turn)):
         return True
     if left.namespace != turn.namespace:
         return False

@@ -135,7 +135,7 @@ class Line:
             return None
         for waiter in self._waiters.values():
             turn = waiter.turn
-            num_rival = len(turn.prompt) - self._look(waiter).num_cached
+            num_rival = turn.num_tokens - self._look(waiter).num_cached
             is_shorter = num_rival < _RIVAL_SHARE * num_left and num_rival <= num_left - _RIVAL_TOKENS
             if is_shorter and is_ready(turn) and self._is_resident(waiter) and not flight.serves(turn, now):
                 return turn
@@ -172,7 +172,7 @@ class Line:
         num_shared = agent.num_shared if agent.num_tokens else self._look(waiter).num_matched
         if not agent.num_tokens and num_shared > self.rules.shared_share * len(turn.prompt):
             return True
-        num_needed = len(turn.prompt) + answer_tokens(turn) - num_shared
+        num_needed = turn.num_tokens + answer_tokens(turn) - num_shared
         if self._agents.is_hot(turn, now):
             if self._agents.senior_tokens(agent, now) + num_needed <= self._full_tokens:
                 return True
@@ -184,13 +184,13 @@ class Line:
         agent = self._agents.of(waiter.turn)
         if agent is None or not agent.num_tokens:
             return False
-        num_had = min(agent.num_tokens, len(waiter.turn.prompt))
+        num_had = min(agent.num_tokens, waiter.turn.num_tokens)
         return self._look(waiter).num_cached >= self.rules.resident_share * num_had
 
     def _ratio(self, waiter: Waiter, now: float) -> float:
         """Highest response ratio next: short work first, and long work once it has waited for long."""
         num_cached = self._look(waiter).num_cached
-        service = self._pace.prefill_seconds(len(waiter.turn.prompt) - num_cached, num_cached)
+        service = self._pace.prefill_seconds(waiter.turn.num_tokens - num_cached, num_cached)
         return (now - waiter.turn.received_at + service) / max(service, 1e-6)
 
     def _look(self, waiter: Waiter) -> Resident:
@@ -200,7 +200,8 @@ class Line:
             turn = waiter.turn
             waiter.version = version
             try:
-                waiter.resident = self._cache.probe(turn.namespace, turn.prompt, max_match=len(turn.prompt))
+                tokens = turn.tokens(0, turn.num_tokens)
+                waiter.resident = self._cache.probe(turn.namespace, tokens, max_match=len(tokens))
             except Exception:  # only its place in the line depends on it
                 log.exception("a prompt was not looked up", run=turn.run_id, attempt=turn.attempt)
                 waiter.resident = Resident(0, 0)

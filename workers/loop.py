@@ -23,6 +23,7 @@ from .messages import (
     EngineInfo,
     EngineStats,
     Failed,
+    Pause,
     Submit,
     ToEngine,
     TokenizerBundle,
@@ -54,6 +55,7 @@ class StepEngine(Protocol):
     def idle_seconds(self) -> float | None: ...
     def submit(self, submit: Submit) -> None: ...
     def cancel(self, cancel: Cancel) -> None: ...
+    def pause(self, pause: Pause) -> None: ...
     def cancel_agents(self, cancel: CancelAgents) -> None: ...
     def step(self) -> list[TurnEvent]: ...
     def rest(self) -> None: ...
@@ -151,6 +153,8 @@ class EngineLoop:
                 self._engine.submit(message)
             elif isinstance(message, Cancel):
                 self._engine.cancel(message)
+            else:
+                self._engine.pause(message)
 
     def _begin_again(self) -> None:
         self._engine.abandon()

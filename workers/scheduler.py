@@ -1,16 +1,19 @@
 """Which turns run in the next step and what its result means for them. Plain Python: no model, no clock.
 
 A turn waits without a worker or pages; it gets both when its prefill starts, one prefill at a time, so that
-it finds what the prefill before it published. Each ends in exactly one of Finished, Cancelled and Failed.
+it finds what the prefill before it published. Each ends in exactly one of Finished, Paused, Cancelled and
+Failed.
 """
 
 from __future__ import annotations
 
+from array import array
+
 import structlog
 
-from kvcache.cache import Cache, Kind, Opening, Path
+from kvcache.cache import Cache, Kind, Opening
 
-from .agents import Agents, agent_name, key_of
+from .agents import Agents, key_of
 from .counters import Counters, EngineCounts
 from .cuts import Grid, chunk_end
 from .drafting import Drafter, NoDrafts
@@ -20,19 +23,22 @@ from .messages import (
     Cancel,
     CancelAgents,
     Failed,
-    Finished,
     Missed,
-    Progress,
+    Pause,
     Started,
 )
 from .misses import Found, Restart, explain
+from .outcomes import Outcomes
 from .pace import Pace
 from .pins import AgentKey
-from .plan import Segment, SegmentResult, StateRestore, StepPlan, StepResult
+from .plan import Segment, StateRestore, StepPlan, StepResult
 from .sharing import InFlight
 from .starting import cuts_ahead, decode_segment, open_path
-from .turn import Acceptance, Ending, Turn, TurnEvent
+from .turn import Turn, TurnEvent
 from .turns import Turns
+
+MAX_HOLD_SECONDS = 86_400.0
+"""A paused run's prefix is held for so long at most."""
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +55,6 @@ class Scheduler:
         rules: LineRules | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        self.counters = Counters()
         self._cache = cache
         self._pace = pace
         self._drafter = drafter or NoDrafts()
@@ -57,6 +62,7 @@ class Scheduler:
         self.pins = self._agents.pins
         self._line = Line(cache, self._agents, pace, rules)
         self._turns = Turns(cache, self._agents, self._line, num_workers)
+        self._outcomes = Outcomes(cache, self._turns)
 
     @property
     def has_work(self) -> bool:
@@ -74,10 +80,24 @@ class Scheduler:
         self._turns.add(turn, now)
 
     def cancel(self, cancel: Cancel, now: float) -> None:
-        """End a turn wherever it is; what it computed stays in the cache. Nothing for an unknown turn."""
+        """End a turn wherever it is; what it computed stays in the cache, and is not held for its run.
+
+        Nothing else for an unknown turn.
+        """
         turn = self._turns.find(cancel.run_id, cancel.attempt)
         if turn is not None:
             self._turns.cancel(turn, now, last=Kind.BORDER)
+        self._turns.leaving.release_run(cancel.run_id)
+        self.pins.drop_run(cancel.run_id)
+
+    def pause(self, pause: Pause, now: float) -> None:
+        """End an attempt wherever it is and hold what it computed. Nothing for an unknown or ended turn."""
+        turn = self._turns.find(pause.run_id, pause.attempt)
+        if turn is not None:
+            seconds = min(pause.hold_seconds, MAX_HOLD_SECONDS) if pause.hold_seconds > 0 else 0.0
+            if turn.started_at is None:
+                self.pins.prolong(pause.run_id, now + seconds)
+            self._turns.pause(turn, seconds, now)
 
     def cancel_agents(self, cancel: CancelAgents, now: float) -> None:
         """End the turns of one agent and of all its descendants, and let go of what they keep."""
@@ -98,7 +118,7 @@ class Scheduler:
     def counts(self) -> EngineCounts:
         """How turns, pages and speed stand."""
         return EngineCounts.of(
-            self._cache.stats(), self.counters, self._pace, len(self._turns.running), len(self._line)
+            self._cache.stats(), self._turns.counters, self._pace, len(self._turns.running), len(self._line)
         )
 
     def take_events(self) -> list[TurnEvent]:
@@ -133,24 +153,23 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """Take an evaluated step's results; a faulty row ends its own turn and no other."""
-        self.counters.num_steps += 1
+        self._turns.counters.num_steps += 1
         self._pace.observe(plan, result.seconds)
         if self._turns.leaving:
             self._turns.leaving.finish(now)
             self._turns.changed()
-        for segment, outcome in zip(plan.segments, result.segments, strict=True):
-            turn = self._turns.running[segment.worker]
-            with self._turns.isolated(turn, "row_fault", now):
-                self._commit_segment(turn, segment, outcome, now)
+        self._outcomes.take(plan, result, now)
 
     def fail_step(self, now: float) -> None:
         """A step failed and the pools with it: end all turns that hold pages, empty the tree."""
-        self.counters.num_steps += 1
+        self._turns.counters.num_steps += 1
         self._turns.leaving.drop()
         for turn in list(self._turns.running.values()):
             self._turns.fail(
                 turn, "step_failed", "the engine could not compute this step: send the call again", now
             )
+        for turn in self._turns:
+            turn.kept = None
         self._agents.forget_kept()
         self._cache.clear()
         self._turns.changed()
@@ -163,7 +182,7 @@ class Scheduler:
         """Forget every turn without a word and count from nothing; what they computed stays in the cache."""
         self._turns.abandon(now)
         stats = self._cache.stats()
-        self.counters = Counters(
+        self._turns.counters = Counters(
             num_evicted_before=stats.num_evicted, num_evicted_states_before=stats.num_states_evicted
         )
 
@@ -212,7 +231,7 @@ class Scheduler:
 
     def _preempt(self, turn: Turn, now: float) -> None:
         """Back to the head of the line; its tokens, text and seed go on where they were."""
-        self.counters.num_preempted += 1
+        self._turns.counters.num_preempted += 1
         self._turns.release(turn, now, keep=True, last=Kind.BORDER, is_over=False)
         self._line.put_back(turn)
 
@@ -269,7 +288,7 @@ class Scheduler:
         turn.kept_tokens = path.num_tokens
         if self._cache.has_states:
             turn.restore = StateRestore(turn.worker, opening.restore)
-            self.counters.num_restored += opening.restore is not None and path.num_tokens > 0
+            self._turns.counters.num_restored += opening.restore is not None and path.num_tokens > 0
         seconds = self._pace.prefill_seconds(turn.num_tokens - path.num_tokens, path.num_tokens)
         self._turns.flight = InFlight.of(turn, path.num_tokens, self._line, now, seconds)
         if turn.started_at is None:
@@ -279,20 +298,19 @@ class Scheduler:
         """A preempted turn that starts again has told all this already."""
         turn.started_at = now
         turn.cached_tokens = num_cached
-        self.counters.prompt_tokens_cached += num_cached
+        self._turns.counters.prompt_tokens_cached += num_cached
         key = key_of(turn)
-        restart = None if key is None else self._agents.histories.restart(key, turn.prompt)
-        missed = None if restart is None else self._explained(turn, restart)
+        tokens = turn.tokens(0, turn.num_tokens)
+        restart = None if key is None else self._agents.histories.restart(key, tokens)
+        missed = None if restart is None else self._explained(turn, tokens, restart)
         self._turns.tell(turn, Started(worker=worker, cached_tokens=num_cached, missed=missed))
         self._agents.started(turn, turn.num_matched, restart)
 
-    def _explained(self, turn: Turn, restart: Restart) -> Missed | None:
-        found = Found(
-            turn.namespace, turn.prompt, turn.cached_tokens, self._cache.page_tokens, turn.hints.explain
-        )
+    def _explained(self, turn: Turn, tokens: array[int], restart: Restart) -> Missed | None:
+        found = Found(turn.namespace, tokens, turn.cached_tokens, self._cache.page_tokens, turn.hints.explain)
         missed = explain(restart, found)
         if missed is not None:
-            by_cause = self.counters.missed_tokens
+            by_cause = self._turns.counters.missed_tokens
             by_cause[missed.cause] = by_cause.get(missed.cause, 0) + missed.recomputed_tokens
         return missed
 
@@ -323,76 +341,6 @@ class Scheduler:
         return Segment(
             turn.worker, start, token_ids, turn.path.pages, row, turn.path.num_sealed, save, hidden_from
         )
-
-    def _commit_segment(self, turn: Turn, segment: Segment, outcome: SegmentResult, now: float) -> None:
-        assert turn.path is not None
-        fault = outcome.fault
-        if segment.row is not None and not outcome.token_ids and fault is None:
-            fault = "no token was sampled"
-        if fault is not None:
-            self._fail_row(turn, fault, outcome, now)
-            return
-        # Only drafted rows need to know of an end before they are the path's.
-        acceptance = self._accept(turn, outcome, now) if segment.num_proposed else None
-        num_rows = len(segment.token_ids) if acceptance is None else acceptance.num_rows
-        self._cache.commit(turn.path, segment.token_ids[:num_rows])
-        if segment.save is not None:
-            self._keep_state(turn, turn.path)
-        if self._turns.is_prefilling(turn):
-            self._commit_chunk(turn, segment)
-        if segment.row is None:
-            return
-        acceptance = acceptance or self._accept(turn, outcome, now)
-        if acceptance.ending is not None:
-            # A state that has seen more rows than the turn has is nobody's.
-            is_exact = not segment.num_proposed or num_rows == len(outcome.token_ids)
-            self._finish(turn, acceptance.ending, Kind.GENERATED if is_exact else None, now)
-
-    def _fail_row(self, turn: Turn, fault: str, outcome: SegmentResult, now: float) -> None:
-        log.error("row fault", run=turn.run_id, fault=fault, are_rows_spoiled=outcome.are_rows_spoiled)
-        path = turn.path
-        if outcome.are_rows_spoiled and path is not None:
-            turn.path = None
-            self._turns.leaving.poison(turn, path)
-        self._turns.fail(
-            turn, "row_fault", f"this turn's numbers went wrong ({fault}): change its prompt", now
-        )
-
-    def _keep_state(self, turn: Turn, path: Path) -> None:
-        turn.copy = self._cache.keep_state(path, turn.due, agent_name(turn))
-        turn.kept_tokens = path.num_tokens
-        turn.num_checkpoints += 1
-        self._turns.changed()
-
-    def _commit_chunk(self, turn: Turn, segment: Segment) -> None:
-        assert turn.path is not None
-        self._cache.publish(turn.path)
-        self.counters.prompt_tokens_computed += len(segment.token_ids)
-        num_processed = min(segment.end, len(turn.prompt))
-        if num_processed > turn.progress_tokens:
-            turn.progress_tokens = num_processed
-            self._turns.tell(turn, Progress(processed_tokens=num_processed, prompt_tokens=len(turn.prompt)))
-        if segment.row is not None:
-            self._turns.flight = None
-            self._turns.changed()
-
-    def _accept(self, turn: Turn, outcome: SegmentResult, now: float) -> Acceptance:
-        num_before = len(turn.generated)
-        acceptance = turn.accept(outcome.token_ids, outcome.logprobs, now)
-        self.counters.generated_tokens += len(turn.generated) - num_before
-        if acceptance.tokens is not None:
-            self._turns.tell(turn, acceptance.tokens)
-        return acceptance
-
-    def _finish(self, turn: Turn, ending: Ending, last: Kind | None, now: float) -> None:
-        turn.is_answered = True
-        end = Finished(
-            reason=ending.reason,
-            usage=turn.usage(),
-            timings=turn.timings(now),
-            stop_text=ending.stop_text,
-        )
-        self._turns.end(turn, end, now, last=last)
 
 
 def _is_of(turn: Turn, agents: set[AgentKey]) -> bool:

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+_CLEAR_TOKENS = 64
+_CLEAR_CHARACTERS = 16
+"""Behind so many the text is right though it was begun in the middle, of a character perhaps."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -113,14 +117,20 @@ class TextState:
         """Take one token. After a delta with `stopped` the state is closed."""
         if self._ended or self._detokenizer.is_special(token_id):
             return TextDelta("")
-        self._window.append(token_id)
-        token_bytes = self._detokenizer.token_bytes(token_id)
-        self._utf8.decode(token_bytes)
-        incomplete, _ = self._utf8.getstate()
-        if not incomplete:
-            return self._release(self._advance())
-        # A token of bytes of one character says nothing yet; one that only ends in them says the text before.
-        return self._release(self._peek()) if len(incomplete) < len(token_bytes) else TextDelta("")
+        return self._release(self._take(token_id))
+
+    def resume(self, token_ids: Sequence[int]) -> None:
+        """Take what a turn generated before it was paused, without a stop string: what it held is held again.
+
+        The end of it is enough: what stands before the longest beginning of a stop string cannot matter.
+        """
+        visible = [token_id for token_id in token_ids if not self._detokenizer.is_special(token_id)]
+        num_needed = max(map(len, self._stop), default=0) + _CLEAR_CHARACTERS
+        num_tail, text = _CLEAR_TOKENS, self._replay(visible[-_CLEAR_TOKENS:])
+        while num_tail < len(visible) and len(text) < num_needed:
+            num_tail *= 4
+            text = self._replay(visible[-num_tail:])
+        self._held = text[len(text) - _num_held(text, self._stop) :]
 
     def flush(self) -> str:
         """End of the turn: all held text, an incomplete character as U+FFFD; nothing when called again."""
@@ -130,6 +140,23 @@ class TextState:
         text = delta.text + self._held
         self._ended, self._held = True, ""
         return text
+
+    def _take(self, token_id: int) -> str:
+        """The text that is certain with this token."""
+        self._window.append(token_id)
+        token_bytes = self._detokenizer.token_bytes(token_id)
+        self._utf8.decode(token_bytes)
+        incomplete, _ = self._utf8.getstate()
+        if not incomplete:
+            return self._advance()
+        # A token of bytes of one character says nothing yet; one that only ends in them says the text before.
+        return self._peek() if len(incomplete) < len(token_bytes) else ""
+
+    def _replay(self, token_ids: Sequence[int]) -> str:
+        """All text of these tokens, as if they were the turn's first."""
+        self._utf8.reset()
+        self._window, self._num_certain, self._num_early = [], 0, 0
+        return "".join([self._take(token_id) for token_id in token_ids])
 
     def _advance(self) -> str:
         """New text of the window's tokens, which become its certain ones."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvcache.cache import Kind, PageCopy, Path
+from kvcache.cache import Kept, Kind, PageCopy, Path
 
 from . import messages
 from .errors import TurnRefused
 from .messages import ChosenLogprob, Retain, Sampling, Submit, Timings, TokenLogprob, Tokens, Usage
-from .plan import Candidates, RowSampling, StateRestore
+from .plan import Candidates, Constraint, PendingConstraint, RowSampling, StateRestore
 from .text import Detokenizer, TextState
 
 _MAX_SEED = 2**64 - 1
@@ -76,7 +76,7 @@ class TurnRules:
     """What all turns of one engine have in common."""
 
     detokenizer: Detokenizer
-    namespace: bytes  # digest of model and KV format: prefixes are shared within it and a tenant
+    namespace: bytes  # digest of model and KV format: prefixes are shared within it and a turn's namespace
     context_length: int
     vocab_size: int
     eos_token_ids: frozenset[int]
@@ -101,6 +101,9 @@ class Turn:
     text: TextState
     received_at: float
     hints: Hints = Hints()
+    hold_seconds: float | None = None  # it was paused: what it computed is held for so long
+    pending: PendingConstraint | None = None  # its grammar is being built: it waits in line
+    constraint: Constraint | None = None
     number: int = 0  # order of arrival
     generated: array[int] = field(default_factory=lambda: array("I"))
     path: Path | None = None  # while it holds a worker
@@ -114,10 +117,16 @@ class Turn:
     num_yielded: int = 0  # times that its prefill made room for a shorter one
     cached_tokens: int = 0
     progress_tokens: int = 0  # the largest prefill progress that was told
+    kept: Kept | None = None  # the end of what it published when it last left a worker
     started_at: float | None = None
     is_answered: bool = False  # ended by itself: not cancelled, not failed
     first_token_at: float | None = None
     last_token_at: float | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """It has ended, and its run may be sent on from there."""
+        return self.hold_seconds is not None
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +142,9 @@ class Turn:
 
     def row_sampling(self) -> RowSampling:
         """How the turn's next token is sampled."""
-        return RowSampling(self.sampling, self.seed, len(self.generated), self.prompt, self.generated)
+        return RowSampling(
+            self.sampling, self.seed, len(self.generated), self.prompt, self.generated, self.constraint
+        )
 
     def accept(self, token_ids: Sequence[int], candidates: Sequence[Candidates], now: float) -> Acceptance:
         """Take a step's sampled tokens, at least one. Nothing beyond an end is ever counted."""
@@ -155,7 +166,9 @@ class Turn:
                 if delta.stopped is not None:
                     ending = Ending("stop", delta.stopped)
                     break
-                if num_rows == num_left:
+                if self._is_said(token_id):
+                    ending = Ending("stop")
+                elif num_rows == num_left:
                     ending = Ending("length")
             if ending is not None:
                 texts.append(self.text.flush())
@@ -164,16 +177,23 @@ class Turn:
         self.generated.extend(taken)  # last: a token that cannot be sent is not counted either
         return Acceptance(tokens, num_rows, ending)
 
+    def _is_said(self, token_id: int) -> bool:
+        """Whether the turn's grammar is complete with this token."""
+        if self.constraint is None:
+            return False
+        self.constraint.advance(token_id)
+        return self.constraint.is_complete
+
     def rest_of_text(self) -> Tokens | None:
         """Text that was held back, for the end of the turn."""
         text = self.text.flush()
         return Tokens(token_ids=b"", text=text) if text else None
 
     def usage(self) -> Usage:
-        """Tokens so far; completion_tokens counts exactly the tokens that were sent."""
+        """Tokens so far; completion_tokens counts exactly those that were sent, in earlier attempts too."""
         return Usage(
             prompt_tokens=len(self.prompt),
-            cached_tokens=self.cached_tokens,
+            cached_tokens=min(self.cached_tokens, len(self.prompt)),
             completion_tokens=len(self.generated),
         )
 
@@ -205,9 +225,13 @@ class Turn:
 
 def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
     """Check a Submit, of our version and tokenizer, and make its turn. Raises TurnRefused."""
-    prompt = _check_prompt(submit, rules)
+    token_ids = _check_tokens(submit, rules)
     if submit.max_tokens < 1:
         raise TurnRefused("invalid_request", f"max_tokens is {submit.max_tokens}: use 1 or more")
+    num_prompt = len(token_ids) - _check_generated(submit, len(token_ids))
+    prompt, generated = token_ids[:num_prompt], token_ids[num_prompt:]
+    text = TextState(rules.detokenizer, submit.stop)
+    text.resume(generated)
     for token_id in submit.sampling.logit_bias:
         if not 0 <= token_id < rules.vocab_size:
             raise TurnRefused("invalid_request", f"logit_bias: no token {token_id} below {rules.vocab_size}")
@@ -219,16 +243,17 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
         agent=submit.agent,
         session=submit.session,
         parent=submit.parent,
-        namespace=hashlib.sha256(rules.namespace + submit.tenant.encode()).digest(),
+        namespace=hashlib.sha256(rules.namespace + (submit.namespace or submit.tenant).encode()).digest(),
         prompt=prompt,
-        max_tokens=min(submit.max_tokens, rules.context_length - len(prompt)),
+        max_tokens=min(submit.max_tokens, rules.context_length - num_prompt),
         sampling=submit.sampling,
         seed=secrets.randbits(64) if seed is None else seed & _MAX_SEED,
         stop_ids=frozenset(submit.stop_token_ids)
-        | (frozenset() if submit.ignore_eos else rules.eos_token_ids),
-        text=TextState(rules.detokenizer, submit.stop),
+        | (frozenset() if submit.ignore_eos and submit.grammar is None else rules.eos_token_ids),
+        text=text,
         received_at=now,
-        hints=_hints(submit, len(prompt)),
+        hints=_hints(submit, num_prompt),
+        generated=generated,
     )
 
 
@@ -245,20 +270,38 @@ def _hints(submit: Submit, num_prompt: int) -> Hints:
     )
 
 
-def _check_prompt(submit: Submit, rules: TurnRules) -> array[int]:
+def _check_generated(submit: Submit, num_tokens: int) -> int:
+    """How many of the tokens the turn generated before. Raises TurnRefused."""
+    num_generated = submit.generated_tokens
+    if not 0 <= num_generated < num_tokens:
+        raise TurnRefused(
+            "invalid_request",
+            f"generated_tokens is {num_generated} of {num_tokens} token_ids: use 0 or more, less than all",
+        )
+    if num_generated >= submit.max_tokens:
+        raise TurnRefused(
+            "invalid_request",
+            f"generated_tokens is {num_generated} and max_tokens {submit.max_tokens}: there is nothing to go "
+            "on with, so raise max_tokens or end the turn",
+        )
+    return num_generated
+
+
+def _check_tokens(submit: Submit, rules: TurnRules) -> array[int]:
+    """Prompt and what the turn generated before. Raises TurnRefused."""
     if not submit.token_ids or len(submit.token_ids) % 4:
         raise TurnRefused(
             "invalid_request", f"token_ids has {len(submit.token_ids)} bytes: use 4 for each token"
         )
-    prompt = array("I")
-    prompt.frombytes(submit.token_ids)
-    if len(prompt) >= rules.context_length:
+    token_ids = array("I")
+    token_ids.frombytes(submit.token_ids)
+    if len(token_ids) >= rules.context_length:
         raise TurnRefused(
             "context_exceeded",
-            f"the prompt has {len(prompt)} tokens and the context holds {rules.context_length}, "
+            f"the prompt has {len(token_ids)} tokens and the context holds {rules.context_length}, "
             "with at least one for the answer: shorten the prompt",
         )
-    largest = int(np.frombuffer(prompt, dtype=np.uintc).max())  # max() of 128k tokens takes 3 ms
+    largest = int(np.frombuffer(token_ids, dtype=np.uintc).max())  # max() of 128k tokens takes 3 ms
     if largest >= rules.vocab_size:
         raise TurnRefused("invalid_request", f"token id {largest} is not below {rules.vocab_size}")
-    return prompt
+    return token_ids

@@ -1,6 +1,6 @@
 """All turns that have not ended, where each of them is, and the one way out. Plans nothing.
 
-A turn is in line, on a worker, or has ended in exactly one of Finished, Cancelled and Failed.
+A turn is in line, on a worker, or has ended in exactly one of Finished, Paused, Cancelled and Failed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import structlog
 from kvcache.cache import Cache, Kind
 
 from .agents import Agents
+from .counters import Counters
 from .errors import IntegrityError
 from .leaving import Leaving, discard
 from .line import Line
-from .messages import Cancelled, Event, Failed, TurnEnd
+from .messages import Cancelled, Event, Failed, Paused, TurnEnd
 from .places import Places
 from .sharing import InFlight
 from .turn import Turn, TurnEvent
@@ -32,6 +33,7 @@ class Turns:
 
     def __init__(self, cache: Cache, agents: Agents, line: Line, num_workers: int) -> None:
         self._cache = cache
+        self.counters = Counters()
         self.agents = agents
         self.line = line
         self.leaving = Leaving(cache, agents)
@@ -108,6 +110,13 @@ class Turns:
         with self.isolated(turn, "cancel_failed", now):
             self.end(turn, Cancelled(usage=turn.usage(), timings=turn.timings(now)), now, last=last)
 
+    def pause(self, turn: Turn, hold_seconds: float, now: float) -> None:
+        """End an attempt so that a later one goes on from there; held text is that one's to send."""
+        with self.isolated(turn, "pause_failed", now):
+            turn.hold_seconds = hold_seconds
+            self._leave(turn, now, keep=True, last=Kind.BORDER)
+            self.tell(turn, Paused(usage=turn.usage(), timings=turn.timings(now)))
+
     def fail(self, turn: Turn, kind: str, message: str, now: float) -> None:
         failed = Failed(
             error=kind,
@@ -152,11 +161,12 @@ class Turns:
             del self.running[turn.worker]
             self.places.give_back(turn.worker)
         path, turn.path, turn.copy, turn.restore = turn.path, None, None, None
-        if path is not None:
-            if keep:
-                self.leaving.leave(turn, path, last, now, is_over=is_over)
-            else:
-                discard(self._cache, path)
+        if path is None:
+            self.leaving.hold(turn, now)
+        elif keep:
+            self.leaving.leave(turn, path, last, now, is_over=is_over)
+        else:
+            discard(self._cache, path)
 
     def changed(self) -> None:
         """Pages or prefixes came or went."""

@@ -34,6 +34,7 @@ from workers.messages import (
     Finished,
     KVFacts,
     Message,
+    Pause,
     RunEnded,
     Started,
     Submit,
@@ -209,9 +210,18 @@ def test_a_cancel_is_delivered_and_deleted_with_its_turn(pair: tuple[Bus, Desk])
     wait_for(lambda: desk.num_inbox_entries() == 0)
 
 
-def test_a_cancel_of_an_unknown_turn_is_deleted(pair: tuple[Bus, Desk]) -> None:
+def test_a_cancel_of_an_ended_turn_is_handed_on_as_its_run_may_be_paused_and_deleted(
+    pair: tuple[Bus, Desk],
+) -> None:
     bus, desk = pair
     desk.send(Cancel(run_id="run-9", attempt=1))
+    assert receive(bus) == Cancel(run_id="run-9", attempt=1)
+    wait_for(lambda: desk.num_inbox_entries() == 0)
+
+
+def test_a_pause_of_an_unknown_turn_is_deleted(pair: tuple[Bus, Desk]) -> None:
+    bus, desk = pair
+    desk.send(Pause(run_id="run-9", attempt=1))
     wait_for(lambda: desk.num_inbox_entries() == 0)
     assert bus.receive(0) == []
 
