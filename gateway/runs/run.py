@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from gateway.flow.places import Order
 from metrics.logs import about_run
-from workers.messages import Dispatched, Event, Started, Tokens, run_events_key
+from workers.messages import Dispatched, Started, Tokens, run_events_key
 
+from .events import AnyEvent
 from .state import RunState, advance
 
 
@@ -22,7 +23,7 @@ class RunEvent:
     """One entry of a run's stream. `id` (`<attempt>-<sequence>`) is what a client resumes from."""
 
     id: str
-    event: Event
+    event: AnyEvent
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Run:
         """From the call to its first token; None: there is none, or the call came to another gateway."""
         return self._seconds_to(self.token_at)
 
-    def advance(self, entry_id: str, event: Event) -> None:
+    def advance(self, entry_id: str, event: AnyEvent) -> None:
         """One more event of its stream."""
         self.state = advance(self.state, entry_id, event)
         match event:

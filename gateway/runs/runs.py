@@ -38,8 +38,9 @@ from workers.messages import (
 )
 
 from .event_ids import StreamGap, follows, id_pair
+from .events import decode
 from .run import Run, RunEvent
-from .state import Phase, RunState, advance, cancelled, decode, end_of, failed, fold
+from .state import Phase, RunState, advance, cancelled, end_of, failed, fold
 
 __all__ = ["Order", "Run", "RunEvent", "Runs"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.runs.state import Phase, RunState, cancelled, decode, end_of, failed, fold
+from gateway.runs.events import decode
+from gateway.runs.state import Phase, RunState, cancelled, end_of, failed, fold
 from workers.messages import (
     RUN_END_ID,
     VERSION,

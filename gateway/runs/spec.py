@@ -1,0 +1,81 @@
+"""What a run was asked for, as its Accepted event carries it: names, limits and what shall become of it.
+
+Types only: knows neither time nor the bus.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from workers.messages import Retain
+
+Kind = Literal["call", "run"]
+"""A call is attached: it ends with its client and its body is not kept. A run is detached."""
+
+Orphan = Literal["cancel", "continue", "pause"]
+OnEnd = Literal["complete", "await_input"]
+OnDerail = Literal["stop", "report"]
+
+
+class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Limits of one run or of a whole tree; None: no limit. Tokens are summed over turns."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None  # thinking included
+    thinking_tokens: int | None = None
+    wall_ms: int | None = None  # since the run was accepted, pauses included
+    tool_calls: int | None = None
+
+
+class ForkPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a child leaves its parent; at most one of `turn` and `token` is given, neither means now."""
+
+    run: str  # the parent's id
+    turn: int | None = None  # after the end of this turn, from 1
+    token: int | None = None  # after so many tokens of the parent, its first prompt's included
+    num_tokens: int = 0  # as resolved: so many ids of the parent begin the child's prompt
+
+
+class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that a run was asked for. Limits are checked where it is created."""
+
+    kind: Kind = "call"
+    tenant: str = ""
+    session: str = ""
+    agent: str = ""
+    parent: str = ""  # the agent that called this one
+    parent_run: str = ""  # the run that this one was made by, if that is told
+    tree: str = ""  # the run at the root of the tree, whose tree_budget counts; "": this one
+    fork: ForkPoint | None = None
+    body: bytes = b""  # of a run: the JSON object of a chat request; of a call: not kept
+    model: str = ""
+    flow_class: str = "default"
+    priority: int = 0
+    expected_output_tokens: int = 0  # 0: not told
+    budget: Budget = Budget()
+    tree_budget: Budget = Budget()  # counts on the root run only
+    deadline: float | None = None  # unix seconds
+    queue_ttl_ms: int | None = None  # how long a turn may wait for a worker
+    heartbeat_ms: int | None = None  # the longest silence of the caller before `orphan` applies
+    orphan: Orphan = "cancel"
+    hold_seconds: float = 600.0  # how long what a paused run computed is kept, unless a pause says otherwise
+    on_end: OnEnd = "complete"
+    result_schema: bytes = b""  # JSON schema of the result; b"": none
+    derail: OnDerail = "stop"
+    retain: Retain = "session"
+    is_final: bool = False
+    expects: str = ""
+    label: str = ""
+    metadata: dict[str, str] = {}
+
+    @property
+    def is_detached(self) -> bool:
+        """It outlives its client and its gateway."""
+        return self.kind == "run"
+
+
+encode_spec = msgspec.msgpack.Encoder().encode
+decode_spec = msgspec.msgpack.Decoder(RunSpec).decode
