@@ -14,7 +14,8 @@ from typing import Any, cast, get_args
 import msgspec
 
 from gateway.flow.classes import CLASSES, MAX_PRIORITY, FlowClass, FlowHints
-from gateway.http.api import CommonRequest, HintFields, bad_field
+from gateway.http.api import CommonRequest, HintFields
+from gateway.http.fields import bad_field
 from workers.messages import Retain
 
 MAX_NAME_CHARS = 128

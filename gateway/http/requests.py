@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from gateway.aliases import DEFAULT_MODEL, Aliases
 from gateway.callers.hints import Caller
 from gateway.dialects.answer import Answer, AnswerShape
 from gateway.errors import InvalidField, NoEngine, context_exceeded
@@ -23,11 +24,10 @@ from gateway.text.tokenizer import AnswerPlace, pack_token_ids
 from gateway.text.volatile import normalise
 from workers.messages import EngineInfo, Finished, Sampling
 
-from .api import MAX_NESTING, ChatRequest, CommonRequest, CompletionRequest, bad_field, is_deep
+from .api import ChatRequest, CommonRequest, CompletionRequest
+from .fields import MAX_NESTING, bad_field, is_deep
 
 log = structlog.get_logger(__name__)
-
-DEFAULT_MODEL = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +46,24 @@ class Prepared:
             self.prompts.learn(self.place, answer.token_ids, answer.text, reading=reading, scope=self.scope)
 
 
-def find_engine(directory: Directory, model: str | None) -> EngineView:
-    """A living engine for the model; absent or "default" means the only one there is."""
-    if model not in (None, "", DEFAULT_MODEL):
-        return directory.find(str(model))
+def find_engine(directory: Directory, model: str | None, aliases: Aliases) -> EngineView:
+    """A living engine for the model, told by its id or an alias; absent or "default" means the only one.
+
+    Raises UnknownModel, NoEngine, and InvalidField where the only one is meant and there are several.
+    """
+    named = model or DEFAULT_MODEL
+    known = {view.info.model_id for view in directory.engines()}
+    if named not in known:
+        named = aliases.model(named) or named
+    if named != DEFAULT_MODEL:
+        return directory.find(named if named in known else str(model))
     models = sorted({view.info.model_id for view in directory.engines() if view.alive})
     if not models:
         raise NoEngine("No engine is running now. It may be starting: try again in a few seconds.")
     if len(models) > 1:
-        raise InvalidField("model", f"'model' is missing: it must be one of {', '.join(models)}.")
+        raise InvalidField(
+            "model", f"'model' names none of these, and there are several: {', '.join(models)}."
+        )
     return directory.find(models[0])
 
 

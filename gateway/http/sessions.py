@@ -11,7 +11,7 @@ from gateway.errors import GatewayError, InvalidField
 from workers.messages import CancelAgents
 
 from .access import access_of
-from .api import bad_field
+from .fields import bad_field
 from .state import STATE
 from .stream import json_response
 
