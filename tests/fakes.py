@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from workers.errors import DeadEnd
 from workers.messages import Sampling, Submit
 from workers.plan import Candidates, RowSampling, Segment, SegmentResult, StepPlan, StepResult
 from workers.text import Detokenizer
@@ -111,6 +113,9 @@ class FakeModel:
             state = zlib.crc32(f"{row.seed} {row.step}".encode(), state)
         if row.step != len(row.generated):
             raise ValueError("the row's step is not the number of generated tokens")
+        if row.constraint is not None:
+            allowed = np.flatnonzero(row.constraint.allowed())
+            return int(allowed[(state >> 8) % len(allowed)])
         if self.end_every and state % self.end_every == 0:
             return END_ID
         return self.alphabet[(state >> 8) % len(self.alphabet)]
@@ -312,7 +317,10 @@ class FakeRunner:
             if self.are_rows_spoiled:
                 self._spoil(segment)
             return SegmentResult((), fault=fault, are_rows_spoiled=self.are_rows_spoiled)
-        tokens = self._accepted(segment) if segment.row is not None else ()
+        try:
+            tokens = self._accepted(segment) if segment.row is not None else ()
+        except DeadEnd as end:
+            return SegmentResult((), fault=str(end), error="grammar_dead_end")
         self._keep_state(segment, segment.end - segment.num_proposed + max(len(tokens) - 1, 0))
         if segment.row is None or segment.row.sampling.top_logprobs is None:
             return SegmentResult(tokens)

@@ -22,12 +22,12 @@ from tests.tiny_models import MIXED_FAMILIES, cast_mixed, draw_mixed, mixed_conf
 from workers import weights
 from workers.engine import Engine
 from workers.families import rope_overrides
+from workers.grammar import GrammarLimits
 from workers.messages import Sampling, Submit, Tokens
 from workers.model import Loaded, load
 from workers.pace import PaceLimits
+from workers.process import grammars_of, rules_of
 from workers.settings import EngineSettings
-from workers.text import Detokenizer
-from workers.turn import TurnRules
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -123,16 +123,15 @@ class EngineUnderTest:
             num_states=self.loaded.ledger.num_states,
             num_small_states=self.loaded.ledger.num_small_states,
         )
-        rules = TurnRules(
-            detokenizer=Detokenizer(self.loaded.tokenizer),
-            namespace=self.loaded.namespace,
-            context_length=self.loaded.context_length,
-            vocab_size=self.loaded.vocab_size,
-            eos_token_ids=frozenset(self.loaded.bundle.eos_token_ids),
-        )
+        rules = rules_of(self.loaded)
         limits = PaceLimits(min_rows=max_rows, min_idle_rows=max_rows, max_rows=max_rows)
         self.engine = Engine(
-            self.loaded.runner, self.cache, rules, num_workers=settings.workers, limits=limits
+            self.loaded.runner,
+            self.cache,
+            rules,
+            num_workers=settings.workers,
+            limits=limits,
+            grammars=grammars_of(rules, GrammarLimits()),
         )
         self.logprobs: list[float] = []  # that the turns of the last run were told, in order of events
 

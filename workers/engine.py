@@ -16,9 +16,9 @@ from .errors import SettingsError, TurnRefused
 from .line import LineRules
 from .messages import Cancel, CancelAgents, Failed, Pause, Submit
 from .pace import Pace, PaceLimits
-from .plan import Runner, StepPlan, StepResult
+from .plan import GrammarSource, Runner, StepPlan, StepResult
 from .scheduler import Scheduler
-from .turn import TurnEvent, TurnRules, open_turn
+from .turn import Turn, TurnEvent, TurnRules, open_turn
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +36,7 @@ class Engine:
         limits: PaceLimits | None = None,
         line: LineRules | None = None,
         drafter: Drafter | None = None,
+        grammars: GrammarSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         pool_tokens = cache.stats().num_pages * cache.page_tokens
@@ -49,6 +50,7 @@ class Engine:
         self._runner = runner
         self._cache = cache
         self._rules = rules
+        self._grammars = grammars
         self._clock = clock
         self._pace = Pace(limits or PaceLimits())
         self._scheduler = Scheduler(cache, self._pace, num_workers=num_workers, rules=line, drafter=drafter)
@@ -76,7 +78,7 @@ class Engine:
     def submit(self, submit: Submit) -> None:
         """Queue a turn; one that cannot be accepted ends with Failed in the next step's events."""
         try:
-            turn = open_turn(submit, self._rules, self._clock())
+            turn = self._open(submit)
         except TurnRefused as refused:
             failed = Failed(error=refused.kind, message=str(refused), retryable=refused.retryable)
             self._scheduler.refuse(submit.run_id, submit.attempt, failed)
@@ -87,6 +89,15 @@ class Engine:
             self._scheduler.refuse(submit.run_id, submit.attempt, failed)
         else:
             self._scheduler.submit(turn, self._clock())
+
+    def _open(self, submit: Submit) -> Turn:
+        """Raises TurnRefused."""
+        turn = open_turn(submit, self._rules, self._clock())
+        if submit.grammar is not None:
+            if self._grammars is None:
+                raise TurnRefused("grammar_error", "this engine takes no grammars: ask without a schema")
+            turn.pending = self._grammars.begin(submit.grammar, turn.generated, self._clock())
+        return turn
 
     def cancel(self, cancel: Cancel) -> None:
         """End a turn now; its Cancelled is among the next step's events."""

@@ -44,5 +44,9 @@ class TurnRefused(WorkersError):
         self.retryable = retryable
 
 
+class DeadEnd(WorkersError):
+    """A turn's grammar allows no next token; the message holds nothing of the turn's text."""
+
+
 class TraceError(WorkersError):
     """A trace file cannot be read or holds no usable call; the message names the line."""

@@ -109,12 +109,13 @@ Retain = Literal["session", "ephemeral", "pin"]
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a turn's tokens must spell, and from where on."""
+    """What a turn's text must spell, and from where on.
 
-    source: str  # llguidance's JSON form of a grammar
-    after: str | None = (
-        None  # it applies behind this token's text (the end of thinking); None: from the start
-    )
+    The turn ends as soon as nothing may follow, and never by itself before its text is complete.
+    """
+
+    source: str  # in llguidance's dialect of Lark; special tokens other than workers.text.MARKS have no text
+    after: str | None = None  # it applies behind this text (the end of thinking); None: from the start
 
 
 class Submit(Message, frozen=True, kw_only=True):

@@ -62,9 +62,12 @@ class Outcomes:
         if outcome.are_rows_spoiled and path is not None:
             turn.path = None
             self._turns.leaving.poison(turn, path)
-        self._turns.fail(
-            turn, "row_fault", f"this turn's numbers went wrong ({fault}): change its prompt", now
-        )
+        if outcome.error == "grammar_dead_end":
+            remedy = "simplify the schema or raise max_tokens"
+            message = f"the answer cannot go on as its schema demands ({fault}): {remedy}"
+        else:
+            message = f"this turn's numbers went wrong ({fault}): change its prompt"
+        self._turns.fail(turn, outcome.error, message, now)
 
     def _keep_state(self, turn: Turn, path: Path) -> None:
         turn.copy = self._cache.keep_state(path, turn.due, agent_name(turn))

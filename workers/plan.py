@@ -9,9 +9,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache.cache import PageCopy, StateMove
 
-from .messages import Sampling
+from .messages import Grammar, Sampling
+
+
+class Constraint(Protocol):
+    """What one turn may say next: its grammar, at the place that its tokens have reached.
+
+    It stands after all tokens that the turn has, so a step may ask it for one token: turns that have one get
+    no drafts (a mask after each drafted token would need states that can be taken back).
+    """
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing may follow."""
+        ...
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """By token id, at least one is. Raises DeadEnd."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Take a token that the turn has."""
+        ...
+
+
+class PendingConstraint(Protocol):
+    """A constraint that is being built."""
+
+    def poll(self, now: float) -> Constraint | None:
+        """None as long as it is not ready. Raises TurnRefused when it cannot be had, or not in time."""
+        ...
+
+
+class GrammarSource(Protocol):
+    """Whoever builds constraints."""
+
+    def begin(self, grammar: Grammar, generated: Sequence[int], now: float) -> PendingConstraint:
+        """For a turn that has generated these tokens. Raises TurnRefused."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +67,7 @@ class RowSampling:
     step: int  # index of the token to be sampled in its turn, from 0
     prompt: Sequence[int]
     generated: Sequence[int]
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +164,7 @@ class SegmentResult:
     token_ids: tuple[int, ...]
     logprobs: tuple[Candidates, ...] = ()  # one for each token, or none at all
     fault: str | None = None
+    error: str = "row_fault"  # what kind of failure a fault is
     are_rows_spoiled: bool = False  # the fault is in the pages too: nobody may share them
 
 

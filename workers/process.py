@@ -18,6 +18,7 @@ from metrics.settings import as_dict
 from .bus import check_bus
 from .engine import Engine
 from .errors import SettingsError
+from .grammar import GrammarLimits, Grammars
 from .loop import EngineLoop, Memory, Parts
 from .machine import describe_device, load_blas
 from .messages import EngineInfo
@@ -86,16 +87,18 @@ def load_parts(settings: EngineSettings) -> Parts:
         num_states=loaded.ledger.num_states,
         num_small_states=loaded.ledger.num_small_states,
     )
+    rules = rules_of(loaded)
     engine = Engine(
         loaded.runner,
         cache,
-        rules_of(loaded),
+        rules,
         num_workers=settings.workers,
         limits=PaceLimits(
             step_seconds=step_seconds,
             min_rows=GPU_MIN_ROWS if is_gpu else CPU_MIN_ROWS,
             row_multiple=1 if is_gpu else KERNEL_ROWS,
         ),
+        grammars=grammars_of(rules, GrammarLimits(build_seconds=settings.grammar_seconds)),
     )
     info = describe(loaded, settings, blas=blas, step_seconds=step_seconds)
 
@@ -103,6 +106,11 @@ def load_parts(settings: EngineSettings) -> Parts:
         return Memory(mx.get_active_memory(), mx.get_peak_memory())
 
     return Parts(engine=engine, info=info, bundle=loaded.bundle, memory=memory)
+
+
+def grammars_of(rules: TurnRules, limits: GrammarLimits) -> Grammars:
+    """For turns of a model with these rules."""
+    return Grammars(rules.detokenizer, width=rules.vocab_size, end_ids=rules.eos_token_ids, limits=limits)
 
 
 def describe(loaded: Loaded, settings: EngineSettings, *, blas: str, step_seconds: float) -> EngineInfo:

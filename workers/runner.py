@@ -17,6 +17,7 @@ from kvcache.reads import Rows
 from kvcache.states import States
 
 from .delta_mixer import Run, StepRecurrence
+from .errors import DeadEnd
 from .plan import RowSampling, Segment, SegmentResult, StepPlan, StepResult
 from .sampling import Drawn, draw
 
@@ -174,5 +175,7 @@ def _draw(logits: mx.array, row: RowSampling) -> Drawn | SegmentResult:
     """What a row's settings break is that row's fault alone."""
     try:
         return draw(logits, row)
+    except DeadEnd as error:
+        return SegmentResult((), fault=str(error), error="grammar_dead_end")
     except (RuntimeError, ValueError, TypeError, IndexError, OverflowError) as error:
         return SegmentResult((), fault=f"sampling failed: {type(error).__name__}")

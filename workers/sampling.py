@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .errors import DeadEnd
 from .messages import Sampling
 from .plan import Candidates, RowSampling, SegmentResult
 
@@ -55,12 +56,16 @@ class Drawn:
 
 
 def draw(logits: mx.array, row: RowSampling) -> Drawn:
-    """logits: [vocabulary] in any float dtype, raw. Lazy; gives the same token alone and in company."""
+    """logits: [vocabulary] in any float dtype, raw. Lazy; gives the same token alone and in company.
+
+    What the row's grammar forbids is out before anything else picks; logprobs are those of the raw logits.
+    Raises DeadEnd.
+    """
     sampling = row.sampling
     logits = logits.astype(mx.float32)
     # A sum is NaN or infinite as soon as one logit is NaN or +inf, or all are -inf.
     sound = mx.isfinite(mx.logsumexp(logits))
-    adjusted = _penalise(logits, row)
+    adjusted = _penalise(_constrain(logits, row), row)
     is_greedy = sampling.temperature < GREEDY_TEMPERATURE
     if not is_greedy:
         adjusted = adjusted / sampling.temperature
@@ -78,6 +83,15 @@ def draw(logits: mx.array, row: RowSampling) -> Drawn:
     values = mx.take(logprobs, best)
     order = mx.argsort(-values)
     return Drawn(token, sound, chosen, mx.take(best, order), mx.take(values, order))
+
+
+def _constrain(logits: mx.array, row: RowSampling) -> mx.array:
+    if row.constraint is None:
+        return logits
+    allowed = row.constraint.allowed()
+    if allowed.size != logits.size:
+        raise DeadEnd(f"the grammar speaks of {allowed.size} tokens and the model of {logits.size}")
+    return mx.where(mx.array(allowed), logits, -mx.inf)
 
 
 def _key(row: RowSampling) -> mx.array:

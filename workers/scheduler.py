@@ -40,6 +40,9 @@ from .turns import Turns
 MAX_HOLD_SECONDS = 86_400.0
 """A paused run's prefix is held for so long at most."""
 
+GRAMMAR_LOOK_SECONDS = 0.005
+"""How often an engine that has nothing else to do looks whether a grammar is built."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -129,6 +132,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step; None when nothing can run (its events may say why, or rest_seconds how long)."""
         self.pins.expire(now)
+        self._turns.take_grammars(now)
         segments = self._decode(now)
         if self._turns.flight is not None:
             self._make_room_for_shorter(self._turns.flight, now)
@@ -142,6 +146,8 @@ class Scheduler:
         if not segments and not saves:
             rests = bool(self._line) and not self._turns.running
             until = min(self._line.next_change(now), self.pins.next_expiry)
+            if self._turns.awaits_grammars:
+                until = min(until, now + GRAMMAR_LOOK_SECONDS)
             self._turns.rests_until = until if rests else None
             return None
         turns = [self._turns.running[segment.worker] for segment in segments]
@@ -211,7 +217,9 @@ class Scheduler:
         return sorted(segments, key=lambda segment: segment.worker)
 
     def _proposed(self, turn: Turn) -> list[int]:
-        """Drafted tokens, fewer than the turn may still have."""
+        """Drafted tokens, fewer than the turn may still have; none where a grammar holds."""
+        if turn.constraint is not None:
+            return []
         return list(self._drafter.propose(turn)[: turn.max_tokens - len(turn.generated) - 1])
 
     def _has_pages(self, turn: Turn, now: float, proposed: list[int]) -> bool:
@@ -246,7 +254,7 @@ class Scheduler:
                 self._begin(rival, now)
 
     def _is_ready(self, turn: Turn) -> bool:
-        return not self._turns.leaving.holds(turn)
+        return turn.pending is None and not self._turns.leaving.holds(turn)
 
     def _start_next(self, now: float) -> None:
         """Give the next in line a worker and pages, if both can be had."""

@@ -68,6 +68,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(gt=0, le=60)] | None,
         Meta(description="Budget of a step that others decode in; left out: 0.12 on a CPU, 0.3 on a GPU."),
     ] = None
+    grammar_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=300,
+            description="A turn ends in an error when its schema takes longer to be made a grammar.",
+        ),
+    ] = 10.0
     memory_bytes: Annotated[
         Annotated[int, Meta(gt=0)] | None,
         Meta(

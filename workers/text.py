@@ -59,6 +59,11 @@ class Detokenizer:
         )
         self._bytes: dict[int, bytes] = {}
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The one that texts are made with: no mark is special in it."""
+        return self._tokenizer
+
     def is_special(self, token_id: int) -> bool:
         """Special tokens have bytes but no place in a turn's text."""
         return token_id in self._special_ids

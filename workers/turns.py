@@ -14,7 +14,7 @@ from kvcache.cache import Cache, Kind
 
 from .agents import Agents
 from .counters import Counters
-from .errors import IntegrityError
+from .errors import IntegrityError, TurnRefused
 from .leaving import Leaving, discard
 from .line import Line
 from .messages import Cancelled, Event, Failed, Paused, TurnEnd
@@ -24,7 +24,7 @@ from .turn import Turn, TurnEvent
 
 log = structlog.get_logger(__name__)
 
-FOR_GOOD = frozenset({"row_fault", "out_of_pages"})
+FOR_GOOD = frozenset({"row_fault", "out_of_pages", "grammar_error", "grammar_dead_end"})
 """Kinds of failure that follow from the turn itself: sending it again repeats the work and the failure."""
 
 
@@ -44,6 +44,7 @@ class Turns:
         self.rests_until: float | None = None  # nothing will change before, unless somebody comes
         self.events: list[TurnEvent] = []
         self._open: dict[tuple[str, int], Turn] = {}  # all that have not ended
+        self._pending: list[Turn] = []  # whose grammars are being built; some may have ended
         self._num_received = 0
 
     def __len__(self) -> int:
@@ -64,10 +65,35 @@ class Turns:
         turn.number = self._num_received
         self._open[(turn.run_id, turn.attempt)] = turn
         self.line.add(turn)
+        if turn.pending is not None:
+            self._pending.append(turn)
         with self.isolated(turn, "planning_failed", now):
             self.agents.arrived(turn, now)
             if self.flight is not None:
                 self.flight.add(turn)
+
+    @property
+    def awaits_grammars(self) -> bool:
+        """Whether turns in line need one that is not built yet."""
+        return bool(self._pending)
+
+    def take_grammars(self, now: float) -> None:
+        """Turns whose grammars are built may leave the line; those that cannot have theirs end."""
+        for turn in self._pending:
+            if turn.pending is None or self.find(turn.run_id, turn.attempt) is not turn:
+                continue
+            with self.isolated(turn, "planning_failed", now):
+                try:
+                    turn.constraint = turn.pending.poll(now)
+                except TurnRefused as refused:
+                    self.fail(turn, refused.kind, str(refused), now)
+                if turn.constraint is not None:
+                    turn.pending = None
+        self._pending = [
+            turn
+            for turn in self._pending
+            if turn.pending is not None and self.find(turn.run_id, turn.attempt) is turn
+        ]
 
     def is_prefilling(self, turn: Turn) -> bool:
         return self.flight is not None and turn is self.flight.producer
