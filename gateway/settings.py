@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from gateway.aliases import USUAL_ALIASES, parse_aliases
 from gateway.callers.scopes import USUAL_SCOPES, Scope
 from metrics.settings import load
 
@@ -71,6 +72,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
             "'local' stands for calls without a token. Their runs stay apart."
         ),
     ] = ()
+    aliases: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Names of models that are not here, comma-separated as PATTERN=MODEL, and the model "
+            "that answers to them; 'default' is the only one there is. The first that fits counts."
+        ),
+    ] = USUAL_ALIASES
     audit_file_bytes: Annotated[
         int,
         Meta(ge=4096, description="Bytes at which the audit log is set aside; one older file is kept."),
@@ -115,6 +123,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.redis_url is not None and not re.match(r"(unix|rediss?)://.", self.redis_url):
             raise ValueError("redis_url must start with unix://, redis:// or rediss://")
+        parse_aliases(self.aliases)
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin, re.IGNORECASE):
+                raise ValueError(
+                    f"allowed_origins: '{origin[:60]}' must be an origin, such as https://phone.example"
+                )
 
 
 def load_settings(file: Path | None, flags: Mapping[str, str]) -> GatewaySettings:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
+from gateway.aliases import parse_aliases
 from gateway.audit import AUDIT_FILE, AuditLog
 from gateway.callers.tokens import TokenStore
 from gateway.flow.directory import Directory
@@ -37,7 +38,15 @@ def build_app(
     app = web.Application(middlewares=MIDDLEWARES, client_max_size=settings.body_limit_bytes)
     library = PromptLibrary(normalises=settings.normalise_prompts)
     app[STATE] = State(
-        settings, runs, directory, tokens, Followers(runs), is_bus_up, library, audit=_audit_log(settings)
+        settings,
+        runs,
+        directory,
+        tokens,
+        Followers(runs),
+        is_bus_up,
+        library,
+        aliases=parse_aliases(settings.aliases),
+        audit=_audit_log(settings),
     )
     app[DIRECTORY], app[RUNS], app[INSTRUMENTS] = directory, runs, instruments
     mount(app, ROUTES)

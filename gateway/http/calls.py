@@ -60,7 +60,7 @@ async def answer_call(
     told = caller.hints.names
     if told.session or told.agent:
         structlog.contextvars.bind_contextvars(session=told.session or told.agent)
-    engine = find_engine(state.directory, asked.model)
+    engine = find_engine(state.directory, asked.model, state.aliases)
     with state.runs.reserve(engine) as place:
         prepared = await prepare(asked, caller, engine, state.prompts)
         call = _named(state, prepared)

@@ -12,7 +12,7 @@ from .chat import post_chat
 from .completions import post_completion
 from .health import get_health, get_ready
 from .metrics_page import get_metrics
-from .models import get_model, get_models
+from .models import Model, ModelList, NativeModelList, get_model, get_models, get_native_models
 from .route import Parameter, Route
 from .sessions import CancelRequest, post_cancel
 from .stream import get_run
@@ -75,13 +75,29 @@ SESSIONS = (
 )
 
 MODELS = (
-    Route(method="GET", path="/v1/models", call=get_models, scope="read", summary="All models."),
+    Route(
+        method="GET",
+        path="/v1/models",
+        call=get_models,
+        scope="read",
+        summary="All models.",
+        answers={200: ModelList},
+    ),
     Route(
         method="GET",
         path="/v1/models/{model:.+}",
         call=get_model,
         scope="read",
-        summary="One model by its id.",
+        summary="One model by its id or an alias.",
+        answers={200: Model},
+    ),
+    Route(
+        method="GET",
+        path="/api/v1/models",
+        call=get_native_models,
+        scope="read",
+        summary="All models in LM Studio's words.",
+        answers={200: NativeModelList},
     ),
 )
 

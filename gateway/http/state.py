@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from gateway.aliases import Aliases
 from gateway.audit import AuditLog
 from gateway.callers.kin import Kin
 from gateway.callers.lineage import Lineage
@@ -81,6 +82,7 @@ class State:
     prompts: PromptLibrary
     lineage: Lineage = field(default_factory=lambda: Lineage(time.monotonic))
     kin: Kin = field(default_factory=Kin)
+    aliases: Aliases = field(default_factory=Aliases)
     rates: Rates = field(default_factory=Rates)
     audit: AuditLog | None = None  # None: control verbs are not noted
     started: float = field(default_factory=time.monotonic)

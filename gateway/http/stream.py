@@ -161,7 +161,7 @@ async def get_run(request: web.Request) -> web.StreamResponse:
     return await answer_run(request, f"run-{found[1]}", after=after)
 
 
-def json_response(body: Mapping[str, Any], *, status: int = 200) -> web.Response:
+def json_response(body: Mapping[str, Any] | msgspec.Struct, *, status: int = 200) -> web.Response:
     """A JSON answer."""
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 

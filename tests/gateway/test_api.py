@@ -326,7 +326,7 @@ async def test_an_unforeseen_exception_is_an_incident_without_its_text(
 
 
 async def test_other_paths_and_methods_answer_in_json(gateway: Gateway) -> None:
-    status, body = await gateway.get("/api/v1/models")
+    status, body = await gateway.get("/api/v1/tags")
     assert status == 404 and body["error"]["code"] == "not_found"
     status, body = await gateway.get(TEXT)
     assert status == 405 and "POST" in body["error"]["message"]
