@@ -6,6 +6,7 @@ Owns the order and one short note for each run. Knows no events.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,8 @@ def _cursor(run_id: str, created: float) -> str:
 
 def _position(cursor: str) -> tuple[str, float]:
     created, _, run_id = cursor.rpartition(".")
+    if not math.isfinite(float(created)):
+        raise ValueError(cursor)
     return run_id, float(created)
 
 
