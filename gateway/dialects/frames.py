@@ -33,7 +33,7 @@ class Silence:
 
 class Teller(Protocol):
     """Tells one `Answer`, which is fed before each call. A resumed stream is told again from the start, so
-    that equal events must make equal frames.
+    that equal events must make equal frames. A whole body is told in the same way, its frames unused.
     """
 
     def begin(self) -> list[Frame]:

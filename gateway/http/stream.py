@@ -133,8 +133,9 @@ async def answer_run(
                 on_end(answer)
                 await _end(stream, answer, [*last, *teller.end()] if answer.failure() is None else last)
                 return stream.response
+            teller.begin()
             async for entry in events:
-                answer.feed(entry.event)
+                _tell(teller, answer, entry)  # a body is told from the pieces that a stream would have had
                 await _stop_when_complete(state.runs, answer)
     finally:
         state.followers.leave(run_id, cancel=is_ours and not answer.ended)
@@ -188,8 +189,7 @@ async def _stream(
                 await stream.keep_alive()
                 continue
             entry, pending = pending.result(), None
-            parts = answer.feed(entry.event)
-            frames = told.teller.more(parts, entry.event if isinstance(entry.event, Tokens) else None)
+            frames = _tell(told.teller, answer, entry)
             if answer.ended:
                 return frames
             await _send_after(told.after, stream, entry.id, frames)
@@ -198,6 +198,11 @@ async def _stream(
         if pending is not None:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
+
+
+def _tell(teller: Teller, answer: Answer, entry: RunEvent) -> list[Frame]:
+    parts = answer.feed(entry.event)
+    return teller.more(parts, entry.event if isinstance(entry.event, Tokens) else None)
 
 
 async def _stop_when_complete(runs: Runs, answer: Answer) -> None:
