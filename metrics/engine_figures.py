@@ -51,6 +51,7 @@ class EngineSample:
     num_evicted_states: int
     state_bytes: int
     missed_tokens: Mapping[str, int]  # by cause
+    num_derailed: Mapping[str, int]  # by kind
 
 
 GAUGES: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
@@ -116,18 +117,30 @@ COUNTERS: tuple[tuple[str, str, Callable[[EngineSample], float]], ...] = (
 MISS_CAUSES = ("diverged", "evicted", "never_published", "other_namespace", OTHER)
 """Why tokens were computed again that an earlier turn of the same agent had."""
 
+DERAIL_KINDS = ("token_cycle", "tool_flood", OTHER)
+"""How an engine saw turns go astray."""
+
 
 def _missed(cause: str, sample: EngineSample) -> float:
-    if cause == OTHER:
-        return sum(count for name, count in sample.missed_tokens.items() if name not in MISS_CAUSES)
-    return sample.missed_tokens.get(cause, 0)
+    return _counted_as(cause, sample.missed_tokens, MISS_CAUSES)
+
+
+def _derailed(kind: str, sample: EngineSample) -> float:
+    return _counted_as(kind, sample.num_derailed, DERAIL_KINDS)
+
+
+def _counted_as(name: str, counts: Mapping[str, int], names: tuple[str, ...]) -> float:
+    if name == OTHER:
+        return sum(count for found, count in counts.items() if found not in names)
+    return counts.get(name, 0)
 
 
 _COUNTED: tuple[Callable[[EngineSample], float], ...] = (
     *(read for _, _, read in COUNTERS),
     *(partial(_missed, cause) for cause in MISS_CAUSES),
+    *(partial(_derailed, kind) for kind in DERAIL_KINDS),
 )
-"""All that grows over an incarnation: COUNTERS, then the causes of misses."""
+"""All that grows over an incarnation: COUNTERS, the causes of misses, then the kinds of derailments."""
 
 
 class EngineFigures(Collector):
@@ -163,6 +176,7 @@ class EngineFigures(Collector):
                 counter.add_metric([engine], self._earlier[engine][index] + read(sample))
             yield counter
         yield self._misses()
+        yield self._derailments()
 
     def _misses(self) -> Metric:
         text = "Prompt tokens computed again though an earlier turn of the same agent had them, by cause"
@@ -170,4 +184,12 @@ class EngineFigures(Collector):
         for engine, sample in self._samples.items():
             for index, cause in enumerate(MISS_CAUSES, len(COUNTERS)):
                 counter.add_metric([engine, cause], self._earlier[engine][index] + _missed(cause, sample))
+        return counter
+
+    def _derailments(self) -> Metric:
+        text = "Turns that were seen to go astray, by kind"
+        counter = CounterMetricFamily("tetrarch_engine_turns_derailed", text, labels=["engine", "kind"])
+        for engine, sample in self._samples.items():
+            for index, kind in enumerate(DERAIL_KINDS, len(COUNTERS) + len(MISS_CAUSES)):
+                counter.add_metric([engine, kind], self._earlier[engine][index] + _derailed(kind, sample))
         return counter

@@ -123,7 +123,7 @@ class EngineUnderTest:
             num_states=self.loaded.ledger.num_states,
             num_small_states=self.loaded.ledger.num_small_states,
         )
-        rules = rules_of(self.loaded)
+        rules = rules_of(self.loaded, settings)
         limits = PaceLimits(min_rows=max_rows, min_idle_rows=max_rows, max_rows=max_rows)
         self.engine = Engine(
             self.loaded.runner,

@@ -39,6 +39,8 @@ PURE = [
     "workers/turn.py",
     "workers/scheduler.py",
     "workers/turns.py",
+    "workers/outcomes.py",
+    "workers/derail.py",
     "workers/agents.py",
     "workers/cuts.py",
     "workers/drafting.py",

@@ -20,6 +20,7 @@ class Counters:
     num_preempted: int = 0
     num_restored: int = 0
     missed_tokens: dict[str, int] = field(default_factory=dict)  # by cause
+    num_derailed: dict[str, int] = field(default_factory=dict)  # by kind
     num_evicted_before: int = 0  # pages that the cache, which outlives an incarnation, had given up by then
     num_evicted_states_before: int = 0
 
@@ -47,6 +48,7 @@ class EngineCounts:
     num_evicted_states: int
     num_pinned_pages: int
     missed_tokens: dict[str, int]
+    num_derailed: dict[str, int]
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
 
@@ -75,6 +77,7 @@ class EngineCounts:
             num_evicted_states=pages.num_states_evicted - counters.num_evicted_states_before,
             num_pinned_pages=pages.num_pinned_pages,
             missed_tokens=dict(counters.missed_tokens),
+            num_derailed=dict(counters.num_derailed),
             prefill_tokens_per_second=pace.prefill_tokens_per_second,
             decode_tokens_per_second=pace.decode_tokens_per_second,
         )

@@ -85,6 +85,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_evicted_states: int = 0
     num_pinned_pages: int = 0
     missed_tokens: dict[str, int] = {}  # by MissCause: tokens computed again though an earlier turn had them
+    num_derailed: dict[str, int] = {}  # by DerailKind: turns that were seen to go astray
     step_age_seconds: float = 0.0  # of the step in flight, 0 when idle
     active_memory_bytes: int = 0
     peak_memory_bytes: int = 0

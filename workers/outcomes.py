@@ -10,7 +10,7 @@ import structlog
 from kvcache.cache import Cache, Kind, Path
 
 from .agents import agent_name
-from .messages import Finished, Progress
+from .messages import Derailed, Finished, Progress
 from .plan import Segment, SegmentResult, StepPlan, StepResult
 from .turn import Acceptance, Ending, Turn
 from .turns import Turns
@@ -51,10 +51,11 @@ class Outcomes:
         if segment.row is None:
             return
         acceptance = acceptance or self._accept(turn, outcome, now)
-        if acceptance.ending is not None:
+        ending = self._derailed(turn) if acceptance.ending is None else acceptance.ending
+        if ending is not None:
             # A state that has seen more rows than the turn has is nobody's.
             is_exact = not segment.num_proposed or num_rows == len(outcome.token_ids)
-            self._finish(turn, acceptance.ending, Kind.GENERATED if is_exact else None, now)
+            self._finish(turn, ending, Kind.GENERATED if is_exact else None, now)
 
     def _fail_row(self, turn: Turn, fault: str, outcome: SegmentResult, now: float) -> None:
         log.error("row fault", run=turn.run_id, fault=fault, are_rows_spoiled=outcome.are_rows_spoiled)
@@ -94,6 +95,20 @@ class Outcomes:
         if acceptance.tokens is not None:
             self._turns.tell(turn, acceptance.tokens)
         return acceptance
+
+    def _derailed(self, turn: Turn) -> Ending | None:
+        """Tell what goes wrong with a turn that goes on; its end, where that is one."""
+        what = turn.watch.look(turn.generated)
+        if what is None:
+            return None
+        by_kind = self._turns.counters.num_derailed
+        by_kind[what.derail] = by_kind.get(what.derail, 0) + 1
+        log.info("derailed", run=turn.run_id, attempt=turn.attempt, derail=what.derail)
+        rest = turn.rest_of_text() if turn.stops_derailed else None
+        if rest is not None:
+            self._turns.tell(turn, rest)
+        self._turns.tell(turn, Derailed(what=what))
+        return Ending("derailed") if turn.stops_derailed else None
 
     def _finish(self, turn: Turn, ending: Ending, last: Kind | None, now: float) -> None:
         turn.is_answered = True

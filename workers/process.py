@@ -87,7 +87,7 @@ def load_parts(settings: EngineSettings) -> Parts:
         num_states=loaded.ledger.num_states,
         num_small_states=loaded.ledger.num_small_states,
     )
-    rules = rules_of(loaded)
+    rules = rules_of(loaded, settings)
     engine = Engine(
         loaded.runner,
         cache,
@@ -156,7 +156,7 @@ def _in_force(loaded: Loaded, settings: EngineSettings, step_seconds: float) -> 
     return {"kvcache": values.pop("kvcache"), "workers": values}
 
 
-def rules_of(loaded: Loaded) -> TurnRules:
+def rules_of(loaded: Loaded, settings: EngineSettings) -> TurnRules:
     """What all turns of a loaded model have in common."""
     return TurnRules(
         detokenizer=Detokenizer(loaded.tokenizer),
@@ -164,4 +164,5 @@ def rules_of(loaded: Loaded) -> TurnRules:
         context_length=loaded.context_length,
         vocab_size=loaded.vocab_size,
         eos_token_ids=frozenset(loaded.bundle.eos_token_ids),
+        derail=settings.derail,
     )

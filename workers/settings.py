@@ -18,6 +18,8 @@ from kvcache.settings import KVCacheSettings
 from metrics.hosts import machine_name
 from metrics.settings import LOCAL_BUS_VARIABLE, load
 
+from .derail import DerailRules
+
 SECTION = "engine"
 
 SUPERVISOR_VARIABLE = "TETRARCH_SUPERVISOR_FD"
@@ -102,6 +104,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"variable": "TETRARCH_REDIS_URL", "secret": True},
         ),
     ] = None
+    derail: DerailRules = msgspec.field(default_factory=DerailRules)
     log_level: Annotated[LogLevel, Meta(description="Least urgent log line to print.")] = "info"
     kvcache: Annotated[
         KVCacheSettings,

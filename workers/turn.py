@@ -19,6 +19,7 @@ import numpy as np
 from kvcache.cache import Kept, Kind, PageCopy, Path
 
 from . import messages
+from .derail import DerailRules, Watch
 from .errors import TurnRefused
 from .messages import ChosenLogprob, Retain, Sampling, Submit, Timings, TokenLogprob, Tokens, Usage
 from .plan import Candidates, Constraint, PendingConstraint, RowSampling, StateRestore
@@ -38,7 +39,7 @@ class TurnEvent:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a turn ended by itself: `stop` or `length`."""
+    """Why a turn ended by itself: `stop`, `length` or `derailed`."""
 
     reason: str
     stop_text: str | None = None
@@ -80,6 +81,7 @@ class TurnRules:
     context_length: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    derail: DerailRules = field(default_factory=DerailRules)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +101,9 @@ class Turn:
     seed: int
     stop_ids: frozenset[int]
     text: TextState
+    watch: Watch
     received_at: float
+    stops_derailed: bool = True
     hints: Hints = Hints()
     hold_seconds: float | None = None  # it was paused: what it computed is held for so long
     pending: PendingConstraint | None = None  # its grammar is being built: it waits in line
@@ -162,6 +166,7 @@ class Turn:
             else:
                 delta = self.text.append(token_id)
                 texts.append(delta.text)
+                self.watch.see(delta.text, len(self.generated) + len(taken))
                 taken.append(token_id)
                 if delta.stopped is not None:
                     ending = Ending("stop", delta.stopped)
@@ -232,6 +237,8 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
     prompt, generated = token_ids[:num_prompt], token_ids[num_prompt:]
     text = TextState(rules.detokenizer, submit.stop)
     text.resume(generated)
+    watch = Watch(rules.derail, rules.detokenizer.decode)
+    watch.resume(generated, was_told=not submit.stops_derailed)
     for token_id in submit.sampling.logit_bias:
         if not 0 <= token_id < rules.vocab_size:
             raise TurnRefused("invalid_request", f"logit_bias: no token {token_id} below {rules.vocab_size}")
@@ -243,7 +250,7 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
         agent=submit.agent,
         session=submit.session,
         parent=submit.parent,
-        namespace=hashlib.sha256(rules.namespace + (submit.namespace or submit.tenant).encode()).digest(),
+        namespace=_namespace(submit, rules),
         prompt=prompt,
         max_tokens=min(submit.max_tokens, rules.context_length - num_prompt),
         sampling=submit.sampling,
@@ -251,10 +258,18 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
         stop_ids=frozenset(submit.stop_token_ids)
         | (frozenset() if submit.ignore_eos and submit.grammar is None else rules.eos_token_ids),
         text=text,
+        watch=watch,
         received_at=now,
+        stops_derailed=submit.stops_derailed,
         hints=_hints(submit, num_prompt),
         generated=generated,
     )
+
+
+def _namespace(submit: Submit, rules: TurnRules) -> bytes:
+    """No tenant's own is one that several share, whatever their names are."""
+    owner = f"shared {submit.namespace}" if submit.namespace else f"tenant {submit.tenant}"
+    return hashlib.sha256(rules.namespace + owner.encode()).digest()
 
 
 def _hints(submit: Submit, num_prompt: int) -> Hints:

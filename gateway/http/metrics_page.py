@@ -105,4 +105,5 @@ def engine_sample(view: EngineView) -> EngineSample:
         num_evicted_states=stats.num_evicted_states,
         state_bytes=info.states.total_bytes if info.states is not None else 0,
         missed_tokens=stats.missed_tokens,
+        num_derailed=stats.num_derailed,
     )

@@ -90,6 +90,7 @@ def an_engine(engine_id: str = "e0", *, alive: bool = True) -> EngineView:
         num_checkpoints=7,
         num_restored=9,
         missed_tokens={"diverged": 1200},
+        num_derailed={"token_cycle": 3},
     )
     bundle = TokenizerBundle(tokenizer_json=b"{}", chat_template="")
     return EngineView(info=info, stats=stats, alive=alive, tokenizer=bundle)
@@ -165,6 +166,7 @@ async def test_the_page_parses_and_shows_turns_engines_and_responses() -> None:
     assert value("engine_checkpoints", engine="e0") == 7
     assert value("engine_turns_restored_total", engine="e0") == 9
     assert value("missed_tokens_total", engine="e0", cause="diverged") == 1200
+    assert value("engine_turns_derailed_total", engine="e0", kind="token_cycle") == 3
     assert value("http_responses_total", status="4xx") == 2
     assert value("http_too_many_requests_total") == 1
     assert value("gateway_runs_live") == 5

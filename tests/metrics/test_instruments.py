@@ -37,7 +37,11 @@ def a_turn(**changes: object) -> TurnSample:
 
 
 def an_engine(**changes: object) -> EngineSample:
-    values: dict[str, object] = {**dict.fromkeys(EngineSample.__dataclass_fields__, 1), "missed_tokens": {}}
+    values: dict[str, object] = {
+        **dict.fromkeys(EngineSample.__dataclass_fields__, 1),
+        "missed_tokens": {},
+        "num_derailed": {},
+    }
     return EngineSample(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -198,7 +202,7 @@ def test_series_stay_under_a_hard_cap_whatever_is_reported() -> None:
     for sample in samples:
         for label, text in sample.labels.items():
             values.setdefault(label, set()).add(text)
-    assert set(values) == {"engine", "worker", "reason", "status", "quantile", "le", "cause"}
+    assert set(values) == {"engine", "worker", "reason", "status", "quantile", "le", "cause", "kind"}
     assert len(values["engine"]) <= MAX_ENGINES + MAX_PLACES + 1
     assert len(values["reason"]) <= MAX_FAILURES + 5
     assert len(samples) < 13_000
