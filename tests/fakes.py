@@ -113,12 +113,15 @@ class FakeModel:
             state = zlib.crc32(f"{row.seed} {row.step}".encode(), state)
         if row.step != len(row.generated):
             raise ValueError("the row's step is not the number of generated tokens")
-        if row.constraint is not None:
-            allowed = np.flatnonzero(row.constraint.allowed())
-            return int(allowed[(state >> 8) % len(allowed)])
-        if self.end_every and state % self.end_every == 0:
-            return END_ID
-        return self.alphabet[(state >> 8) % len(self.alphabet)]
+        is_end = self.end_every and state % self.end_every == 0
+        token_id = END_ID if is_end else self.alphabet[(state >> 8) % len(self.alphabet)]
+        if row.constraint is None:
+            return token_id
+        allowed = row.constraint.allowed()
+        if allowed[token_id]:
+            return token_id
+        others = [one for one in self.alphabet if allowed[one]] or np.flatnonzero(allowed).tolist()
+        return others[(state >> 8) % len(others)]
 
     def generate(self, submit: Submit, num_tokens: int) -> list[int]:
         """The naive generator: this turn alone, without pages, ends or limits."""
@@ -339,6 +342,7 @@ class FakeRunner:
                 segment.row.step + index,
                 segment.row.prompt,
                 generated + tokens,
+                segment.row.constraint,
             )
             tokens.append(self.model.sample(self._state(segment, segment.start + num_sure + index), row))
             if index == segment.num_proposed or segment.token_ids[num_sure + index] != tokens[-1]:

@@ -23,6 +23,7 @@ from workers.messages import (
     Tokens,
 )
 from workers.pace import PaceLimits
+from workers.plan import GrammarSource
 
 PAGE_TOKENS = 8
 
@@ -39,6 +40,7 @@ class Bench:
     page_tokens: int = PAGE_TOKENS
     line: LineRules | None = None
     drafter: Drafter | None = None
+    grammars: GrammarSource | None = None
     model: FakeModel = field(default_factory=lambda: FakeModel(end_every=0))
     limits: PaceLimits = field(default_factory=lambda: PaceLimits(min_rows=16, min_idle_rows=32, max_rows=32))
 
@@ -67,6 +69,7 @@ class Bench:
             limits=self.limits,
             line=self.line,
             drafter=self.drafter,
+            grammars=self.grammars,
             clock=self.clock,
         )
         self.events: dict[str, list[Event]] = defaultdict(list)
