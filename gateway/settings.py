@@ -114,6 +114,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     bus_memory_bytes: Annotated[
         int, Meta(ge=32 << 20, description="Memory limit of the bus's own Valkey server, in bytes.")
     ] = 256 << 20
+    kept_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="Part of the bus's memory, in bytes, for what is kept of runs: half of it for token "
+            "ids (a day), the rest for results and session logs (a week). The oldest go first.",
+        ),
+    ] = 128 << 20
     home: Annotated[
         Path | None,
         Meta(description="Folder for the bus's data, tokens and logs.", extra={"variable": "TETRARCH_HOME"}),

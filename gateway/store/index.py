@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.bus import Bus
+from workers.messages import Usage
 
 from .keys import WEEK_SECONDS, named_key, run_key
 
@@ -43,6 +44,7 @@ class RunNote(Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority_class: str = ""
     label: str = ""
     status: str = "queued"
+    usage: Usage = Usage()  # so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +105,15 @@ class RunIndex:
         if surplus or old:
             await self._trim(self._indexes(note)[0], [*surplus, *old])
 
-    async def note(self, run_id: str, status: str) -> None:
-        """The run's status now; one that stays is never replaced. Raises BusLost."""
+    async def note(self, run_id: str, status: str, usage: Usage | None = None) -> None:
+        """The run's status now, and its use so far if given; an end is never replaced. Raises BusLost."""
         pipeline = self._bus.commands.pipeline(transaction=True)
         key = run_key(run_id, "note")
         if status in ENDED:
             pipeline.hsetnx(key, "ended", status)
         pipeline.hset(key, "status", status)
+        if usage is not None:
+            pipeline.hset(key, "usage", _encode(usage))
         pipeline.expire(key, WEEK_SECONDS)
         await self._bus.execute(pipeline)
 
@@ -119,7 +123,7 @@ class RunIndex:
             return []
         pipeline = self._bus.commands.pipeline(transaction=False)
         for run_id in run_ids:
-            pipeline.hmget(run_key(run_id, "note"), ["about", "status", "ended"])
+            pipeline.hmget(run_key(run_id, "note"), ["about", "status", "ended", "usage"])
         return [note for fields in await self._bus.execute(pipeline) if (note := _note(fields)) is not None]
 
     async def find(self, tenant: str, which: Filter, *, before: str | None = None, limit: int = 100) -> Page:
@@ -186,11 +190,12 @@ class RunIndex:
 
 
 def _note(fields: Sequence[bytes | None]) -> RunNote | None:
-    about, status, ended = fields
+    about, status, ended, usage = fields
     if about is None:
         return None
     told = ended or status or b""
-    return msgspec.structs.replace(_decode(about), status=told.decode())
+    used = _decode_usage(usage) if usage is not None else Usage()
+    return msgspec.structs.replace(_decode(about), status=told.decode(), usage=used)
 
 
 def _cursor(run_id: str, created: float) -> str:
@@ -214,3 +219,4 @@ def _session_index(tenant: str, session: str) -> str:
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(RunNote).decode
+_decode_usage = msgspec.msgpack.Decoder(Usage).decode

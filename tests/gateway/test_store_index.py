@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.store.index import Filter, RunIndex, RunNote
 from tests.conftest import ValkeyServer
-from workers.messages import KEY_PREFIX
+from workers.messages import KEY_PREFIX, Usage
 
 from .bus_fixture import Clock, connected
 
@@ -69,9 +69,11 @@ async def test_a_status_that_stays_is_never_replaced(valkey: ValkeyServer) -> No
         await index.add(note(1))
         for status in ("decoding", "completed", "paused", "failed"):
             await index.note(note(1).run_id, status)
+        await index.note(note(1).run_id, "failed", Usage(prompt_tokens=3))
         await index.add(note(1))  # a repeat
         await index.note("run-unknown", "decoding")
-        assert [entry.status for entry in await index.get([note(1).run_id, "run-unknown"])] == ["completed"]
+        (entry,) = await index.get([note(1).run_id, "run-unknown"])
+        assert (entry.status, entry.usage) == ("completed", Usage(prompt_tokens=3))
         assert (await index.find("", Filter(status="completed"))).notes
         assert not (await index.find("", Filter(status="queued"))).notes
 
