@@ -44,6 +44,15 @@ examples:
 All flags of `tetrarch engine` are taken too:
 """
 
+TOKEN_EXAMPLES = """\
+examples:
+  tetrarch token add phone
+  tetrarch token add watcher --scopes read
+  tetrarch token add sweep --group nightly --class bulk --calls-per-minute 600
+  tetrarch token list
+  tetrarch token revoke phone
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb; a known error is one line on stderr."""
@@ -195,35 +204,57 @@ def _demo(arguments: list[str]) -> int:
 
 
 def _token(arguments: list[str]) -> int:
+    parser = _token_parser()
+    options = parser.parse_args(arguments)
+    if (options.name is None) != (options.verb == "list"):
+        parser.error("add and revoke take one NAME, list takes none")
+    from .callers.tokens import TokenError, TokenStore, grant_of, told
+
+    store = TokenStore(options.tokens_file or _home(options.home).tokens_file)
+    try:
+        if options.verb == "add":
+            given = (options.scopes, options.group, options.calls_per_minute, options.flow_class)
+            print(store.add(options.name, grant_of(*given)))
+            print("Shown only now. Send it as 'Authorization: Bearer TOKEN'.", file=sys.stderr)
+        elif options.verb == "revoke":
+            store.revoke(options.name)
+        else:
+            for token in store.tokens():
+                print(told(token))
+    except TokenError as error:
+        _say(error.message)
+        return 2
+    return 0
+
+
+def _token_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tetrarch token",
         description="Access tokens for calls from other machines; only their hashes are kept.",
-        epilog="examples:\n  tetrarch token add phone\n  tetrarch token list\n  tetrarch token revoke phone",
+        epilog=TOKEN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", choices=("add", "list", "revoke"))
     parser.add_argument("name", nargs="?", help="who or what will use it")
     parser.add_argument("--home", type=Path, help="home folder of the gateway")
     parser.add_argument("--tokens-file", type=Path, help="the file, when the settings name another")
-    options = parser.parse_args(arguments)
-    if (options.name is None) != (options.verb == "list"):
-        parser.error("add and revoke take one NAME, list takes none")
-    from .callers.tokens import TokenError, TokenStore
-
-    store = TokenStore(options.tokens_file or _home(options.home).tokens_file)
-    try:
-        if options.verb == "add":
-            print(store.add(options.name))
-            print("Shown only now. Send it as 'Authorization: Bearer TOKEN'.", file=sys.stderr)
-        elif options.verb == "revoke":
-            store.revoke(options.name)
-        else:
-            for token in store.tokens():
-                print(token.name)
-    except TokenError as error:
-        _say(error.message)
-        return 2
-    return 0
+    adding = parser.add_argument_group("what an added token may do")
+    adding.add_argument(
+        "--scopes",
+        help="comma-separated: read (look), control (start and steer its own runs), approve (respond where a "
+        "run asks), admin (all of it, for everybody's runs); left out: read,control,approve",
+    )
+    adding.add_argument("--group", default="", help="tokens of one group share runs and cached prefixes")
+    adding.add_argument(
+        "--calls-per-minute", type=int, metavar="N", help="0: any number; left out: as the settings say"
+    )
+    adding.add_argument(
+        "--class",
+        dest="flow_class",
+        default="default",
+        help="system, interactive, default or bulk: the class of its calls that name none",
+    )
+    return parser
 
 
 def _workers(*arguments: str) -> int:

@@ -12,28 +12,34 @@ import secrets
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from gateway.errors import GatewayError
-from gateway.flow.classes import FlowClass
+from gateway.flow.classes import CLASSES, FlowClass
 
-from .scopes import USUAL_SCOPES, Scope
+from .scopes import SCOPES, USUAL_SCOPES, Scope
 
 PREFIX = "tet-"
 """Lets secret scanners and people recognise a token."""
 
 
-class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+CallsPerMinute = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the holder of a token may do. The defaults are those of tokens made before there was a choice."""
 
     scopes: tuple[Scope, ...] = USUAL_SCOPES
     group: str = ""  # tokens of one group share runs and prefixes; "": the token's name is its group
-    calls_per_minute: int | None = None  # None: as the gateway's settings say; 0: any number
+    calls_per_minute: Annotated[int, msgspec.Meta(ge=0)] | None = (
+        None  # None: as the gateway's settings say; 0: any number
+    )
     flow_class: FlowClass = "default"  # of calls that name none
 
 
-class Token(Grant, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Token(Grant, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is kept of a token."""
 
     name: str
@@ -130,6 +136,36 @@ class TokenStore:
             Path(temporary).unlink(missing_ok=True)
             raise
         self._seen = None
+
+
+def grant_of(scopes: str | None, group: str, calls_per_minute: int | None, flow_class: str) -> Grant:
+    """A grant as typed: scopes between commas, None for what tokens usually have. Raises TokenError."""
+    given = [scope.strip() for scope in (",".join(USUAL_SCOPES) if scopes is None else scopes).split(",")]
+    for scope in given:
+        if scope not in SCOPES:
+            raise TokenError(f"There is no scope '{scope}': choose from {', '.join(SCOPES)}.")
+    if flow_class not in CLASSES:
+        raise TokenError(f"There is no class '{flow_class}': choose from {', '.join(CLASSES)}.")
+    if calls_per_minute is not None and calls_per_minute < 0:
+        raise TokenError(
+            f"A token cannot make {calls_per_minute} calls per minute: give 0 (any number) or more."
+        )
+    return Grant(
+        scopes=tuple(scope for scope in SCOPES if scope in given),
+        group=group,
+        calls_per_minute=calls_per_minute,
+        flow_class=flow_class,
+    )
+
+
+def told(token: Token) -> str:
+    """A line about a token, without its secret."""
+    limit = token.calls_per_minute
+    parts = [token.name, f"scopes={','.join(token.scopes)}"]
+    parts += [f"group={token.group}"] if token.group else []
+    parts += [f"calls-per-minute={limit or 'any'}"] if limit is not None else []
+    parts += [f"class={token.flow_class}"] if token.flow_class != "default" else []
+    return "  ".join(parts)
 
 
 def _check_name(what: str, name: str) -> None:

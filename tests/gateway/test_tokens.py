@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.callers.tokens import TokenError, TokenStore
+from gateway.__main__ import main
+from gateway.callers.tokens import Grant, TokenError, TokenStore, grant_of, told
 
 
 def test_a_token_is_found_until_it_is_revoked(tmp_path: Path) -> None:
@@ -60,3 +61,56 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(TokenError, match=r"t\.json"):
         TokenStore(path).find("x")
+
+
+def test_a_token_made_before_there_were_scopes_keeps_what_it_could_do(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text('[{"name": "phone", "created": 1, "sha256": "00"}]')
+    (token,) = TokenStore(path).tokens()
+    assert token.scopes == ("read", "control", "approve")
+    assert (token.tenant, token.calls_per_minute, token.flow_class) == ("phone", None, "default")
+
+
+def test_what_is_granted_is_kept_in_full(tmp_path: Path) -> None:
+    store = TokenStore(tmp_path / "t.json")
+    secret = store.add("sweep", grant_of("control, read", "nightly", 600, "bulk"))
+    token = TokenStore(tmp_path / "t.json").find(secret)
+    assert token is not None
+    assert token.scopes == ("read", "control") and token.tenant == "nightly"
+    assert told(token) == "sweep  scopes=read,control  group=nightly  calls-per-minute=600  class=bulk"
+    store.add("phone")
+    assert '"approve"' in (tmp_path / "t.json").read_text()  # written out: a later default changes nothing
+
+
+def test_a_name_does_not_join_a_group_by_chance(tmp_path: Path) -> None:
+    store = TokenStore(tmp_path / "t.json")
+    store.add("a", Grant(group="nightly"))
+    with pytest.raises(TokenError, match="--group"):
+        store.add("nightly")
+    store.add("nightly", Grant(group="nightly"))
+    with pytest.raises(TokenError, match="group"):
+        store.add("b", Grant(group="x\ny"))
+
+
+@pytest.mark.parametrize(
+    ("grant", "named"),
+    [
+        (("read,foo", "", None, "default"), "foo"),
+        ((",", "", None, "default"), "scope"),
+        ((None, "", None, "huge"), "huge"),
+        ((None, "", -1, "default"), "-1"),
+    ],
+)
+def test_an_unusable_grant_is_named(grant: tuple[str | None, str, int | None, str], named: str) -> None:
+    with pytest.raises(TokenError, match=named):
+        grant_of(*grant)
+
+
+def test_the_command_tells_what_tokens_may_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = ["--tokens-file", str(tmp_path / "t.json")]
+    assert main(["token", "add", "sweep", "--scopes", "read", "--class", "bulk", *file]) == 0
+    assert capsys.readouterr().out.startswith("tet-")
+    assert main(["token", "add", "w", "--scopes", "all", *file]) == 2
+    assert "choose from read, control, approve, admin" in capsys.readouterr().err
+    assert main(["token", "list", *file]) == 0
+    assert capsys.readouterr().out == "sweep  scopes=read  class=bulk\n"
