@@ -62,7 +62,7 @@ def find_engine(directory: Directory, model: str | None, aliases: Aliases) -> En
         raise NoEngine("No engine is running now. It may be starting: try again in a few seconds.")
     if len(models) > 1:
         raise InvalidField(
-            "model", f"'model' names none of these, and there are several: {', '.join(models)}."
+            "model", f"'model' must be one of {', '.join(models)}."
         )
     return directory.find(models[0])
 
