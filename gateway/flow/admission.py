@@ -1,141 +1,261 @@
-"""Who waits and who goes next: turns enter a line and are released to engines a few at a time.
+"""Who waits and who goes next: turns enter a line by class and are released to engines a few at a time.
 
-Knows run ids, agents and counts; knows no engine's cost (router.py), no time and no bus.
+Pure: knows run ids, classes, counts and the seconds of a given clock; knows no engine's cost (router.py,
+rates.py) and no bus.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from gateway.errors import Overloaded
+from .classes import CLASSES, NORMAL, Classes, FlowClass, FlowHints, next_up
+from .fairness import FairQueue, Seat
 
 RELEASED_PER_WORKER = 2
 """An engine holds this many turns for each worker: enough to order them by what is cached, no more."""
 
-ANSWER_TOKENS = 256
-"""What an answer is taken to cost when `max_tokens` allows more."""
+PROMOTED = "promoted"
+"""The one share of a class that all who came up into it by waiting have together: they never starve, and they
+crowd out nobody whose class it is."""
 
-DEFAULT_PREFILL_TOKENS_PER_SECOND = 200.0
-DEFAULT_DECODE_TOKENS_PER_SECOND = 20.0
-"""Rates of an engine that has not measured its own yet."""
+MAX_QUEUES = 64
 
-MAX_RETRY_AFTER_SECONDS = 120.0
+Refusal = Literal["queue_full", "all_full"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
     """One turn's place. Tickets of one line may go to the same engines."""
 
     run_id: str
     line: str
-    agent: str
     prompt_tokens: int
-    max_tokens: int
+    output_tokens: int  # expected
+    tenant: str = ""
+    tree: str = ""  # the session, of that tenant
+    flow: FlowHints = NORMAL
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What a released ticket takes of its engine, as far as is known."""
+
+    seconds: float  # of the engine's time
+    pages: int  # of its pool, that it does not hold yet
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A ticket in line, or at an engine."""
+
+    ticket: Ticket
+    since: float  # seconds of the clock: when it came in
+    flow_class: FlowClass  # that it counts as
+    seat: Seat
+    class_since: float
+    charge: Charge = Charge(0.0, 0)
+    engine_id: str = ""
+    has_expired: bool = False
+
+    @property
+    def queue(self) -> tuple[str, FlowClass]:
+        """Which queue it stands, or stood last, in."""
+        return (self.ticket.line, self.flow_class)
 
 
 class Admission:
-    """Lines of waiting tickets, fair between agents by turns, and the tickets that engines hold."""
+    """Lines of waiting tickets, each with a queue for each class; and the tickets that engines hold."""
 
-    def __init__(self, max_waiting: int) -> None:
+    def __init__(self, classes: Classes, max_waiting: int, clock: Callable[[], float]) -> None:
+        self.classes = classes
         self._max_waiting = max_waiting
-        self._num_reserved = 0
-        self._lines: dict[str, dict[str, deque[Ticket]]] = {}  # line -> agent, next one first -> its tickets
-        self._waiting: dict[str, Ticket] = {}
-        self._released: dict[str, tuple[str, Ticket]] = {}  # run id -> engine id, ticket
+        self._clock = clock
+        self._num_reserved = dict.fromkeys(CLASSES, 0)
+        self._queues: dict[tuple[str, FlowClass], FairQueue] = {}
+        self._waiting: dict[FlowClass, OrderedDict[str, Held]] = {name: OrderedDict() for name in CLASSES}
+        self._climbing: dict[FlowClass, OrderedDict[str, Held]] = {name: OrderedDict() for name in CLASSES}
+        self._in_line: dict[str, Held] = {}
+        self._released: dict[str, Held] = {}
+        self._at_engine: dict[str, dict[str, Held]] = {}
+        self._numbers = itertools.count()
 
     @property
     def num_waiting(self) -> int:
         """Tickets in all lines."""
-        return len(self._waiting)
+        return len(self._in_line)
+
+    def num_waiting_of(self, flow_class: FlowClass) -> int:
+        """Those that came in with that class."""
+        return len(self._waiting[flow_class])
 
     def is_waiting(self, run_id: str) -> bool:
         """Whether the ticket is in a line."""
-        return run_id in self._waiting
+        return run_id in self._in_line
 
-    def reserve(self, *, room: int, retry_after_seconds: float) -> None:
-        """A place for a ticket that will `enter`. `room`: turns the engines could take at once.
+    def refusal(self, flow_class: FlowClass, room: int) -> Refusal | None:
+        """Why no further ticket of the class may come in. `room`: turns that engines could take at once."""
+        limit = self.classes.rules(flow_class).max_waiting + room
+        if len(self._waiting[flow_class]) + self._num_reserved[flow_class] >= limit:
+            return "queue_full"
+        is_full = len(self._in_line) + sum(self._num_reserved.values()) >= self._max_waiting + room
+        return "all_full" if is_full else None
 
-        Raises Overloaded when as many wait as may.
-        """
-        if len(self._waiting) + self._num_reserved >= self._max_waiting + room:
-            raise Overloaded(retry_after_seconds)
-        self._num_reserved += 1
+    def reserve(self, flow_class: FlowClass) -> None:
+        """A place for a ticket that will `enter`."""
+        self._num_reserved[flow_class] += 1
 
-    def unreserve(self) -> None:
+    def unreserve(self, flow_class: FlowClass) -> None:
         """Gives the reserved place back, just before `enter` or instead of it."""
-        self._num_reserved -= 1
+        self._num_reserved[flow_class] -= 1
 
     def enter(self, ticket: Ticket) -> None:
-        """To the end of its agent's part of the line."""
-        agents = self._lines.setdefault(ticket.line, {})
-        agents.setdefault(ticket.agent, deque()).append(ticket)
-        self._waiting[ticket.run_id] = ticket
+        """Into the line; a ticket of the same run leaves first."""
+        self.leave(ticket.run_id)
+        now, flow = self._clock(), ticket.flow
+        deadline = math.inf if flow.deadline is None else flow.deadline
+        rank = (-float(flow.priority), deadline, next(self._numbers))
+        held = Held(ticket, now, flow.flow_class, Seat(f"tenant {ticket.tenant}", ticket.tree, rank), now)
+        self._in_line[ticket.run_id] = held
+        self._waiting[flow.flow_class][ticket.run_id] = held
+        self._climb(held)
+        self._queue(held.queue).enter(ticket.run_id, held.seat)
 
     def lines(self) -> list[str]:
         """The lines in which someone waits."""
-        return list(self._lines)
+        return list(dict.fromkeys(line for (line, _), queue in self._queues.items() if queue))
 
-    def first(self, line: str) -> Ticket | None:
-        """Who goes next."""
-        for tickets in self._lines.get(line, {}).values():
-            return tickets[0]
-        return None
+    def first(self, line: str, flow_class: FlowClass) -> Ticket | None:
+        """Who of that class goes next."""
+        queue = self._queues.get((line, flow_class))
+        run_id = queue.first() if queue else None
+        return None if run_id is None else self._in_line[run_id].ticket
 
-    def release(self, ticket: Ticket, engine_id: str) -> None:
-        """Out of the line, to an engine; the agent's other tickets go behind those of the other agents."""
-        self._take_out(ticket)
-        agents = self._lines.get(ticket.line, {})
-        if ticket.agent in agents:
-            agents[ticket.agent] = agents.pop(ticket.agent)
-        self._released[ticket.run_id] = (engine_id, ticket)
+    def promote(self) -> list[Ticket]:
+        """Lets those that have waited for long count as of the next class up; returns them."""
+        now, promoted = self._clock(), []
+        for flow_class in reversed(CLASSES):
+            climbing, seconds = self._climbing[flow_class], self.classes.promote_seconds(flow_class)
+            while climbing:
+                held = next(iter(climbing.values()))
+                if now - held.class_since < seconds:
+                    break
+                self._take_out(held)
+                held.flow_class, held.class_since = next_up(flow_class), now
+                tree = f"{held.ticket.tenant}\0{held.ticket.tree}"
+                held.seat = Seat(PROMOTED, tree, held.seat.rank)
+                self._climb(held)
+                self._queue(held.queue).enter(held.ticket.run_id, held.seat)
+                promoted.append(held.ticket)
+        return promoted
+
+    def expired(self) -> list[Ticket]:
+        """Tickets that have waited longer than their class lets them; each is told once and stays until it
+        leaves.
+        """
+        now, expired = self._clock(), []
+        for flow_class, waiting in self._waiting.items():
+            seconds = self.classes.rules(flow_class).timeout_seconds
+            for held in waiting.values():
+                if now - held.since < seconds:
+                    break
+                if not held.has_expired:
+                    held.has_expired = True
+                    expired.append(held.ticket)
+        return expired
+
+    def release(self, run_id: str, engine_id: str, charge: Charge) -> float:
+        """Out of the line, to an engine; the seconds that it waited."""
+        held = self._in_line[run_id]
+        self._queue(held.queue).charge(held.seat, charge.seconds)
+        self._forget_waiting(held)
+        held.charge = charge
+        self._released[run_id] = held
+        self._put(held, engine_id)
+        return self._clock() - held.since
 
     def move(self, run_id: str, engine_id: str) -> None:
         """A released ticket is sent once more, maybe to another engine."""
-        if run_id in self._released:
-            self._released[run_id] = (engine_id, self._released[run_id][1])
+        held = self._released.get(run_id)
+        if held is not None:
+            del self._at_engine[held.engine_id][run_id]
+            self._put(held, engine_id)
+
+    def settle(self, run_id: str, seconds: float) -> None:
+        """What a released ticket took in the end; its tree pays the difference or gets it back."""
+        held = self._released.get(run_id)
+        if held is not None:
+            self._queue(held.queue).charge(held.seat, seconds - held.charge.seconds)
+            held.charge = Charge(seconds, held.charge.pages)
 
     def leave(self, run_id: str) -> bool:
         """Forgets a ticket wherever it is. True when it still waited in a line."""
-        self._released.pop(run_id, None)
-        ticket = self._waiting.get(run_id)
-        if ticket is not None:
-            self._take_out(ticket)
-        return ticket is not None
+        released = self._released.pop(run_id, None)
+        if released is not None:
+            del self._at_engine[released.engine_id][run_id]
+            if not self._at_engine[released.engine_id]:
+                del self._at_engine[released.engine_id]
+        waiting = self._in_line.get(run_id)
+        if waiting is not None:
+            self._forget_waiting(waiting)
+        return waiting is not None
 
-    def released(self, engine_id: str) -> list[Ticket]:
+    def released(self, engine_id: str) -> list[Held]:
         """The tickets that an engine holds."""
-        return [ticket for holder, ticket in self._released.values() if holder == engine_id]
+        return list(self._at_engine.get(engine_id, {}).values())
 
-    def room(self, engine_id: str, num_workers: int) -> int:
-        """How many more turns the engine may hold."""
-        return max(0, RELEASED_PER_WORKER * num_workers - len(self.released(engine_id)))
+    def pages(self, engine_id: str) -> int:
+        """What those take of its pool, as far as is known."""
+        return sum(held.charge.pages for held in self._at_engine.get(engine_id, {}).values())
 
-    def waiting(self, line: str) -> list[Ticket]:
-        """The tickets of a line, in no order."""
-        return [ticket for tickets in self._lines.get(line, {}).values() for ticket in tickets]
+    def room(self, engine_id: str, num_workers: int, line: str, flow_class: FlowClass) -> int:
+        """How many more turns of the class the engine may hold. Places are kept for the classes above, and
+        for those below while someone of theirs waits in that line.
+        """
+        places = RELEASED_PER_WORKER * num_workers
+        held = self._at_engine.get(engine_id, {}).values()
+        free = max(0, places - len(held))
+        if not free:
+            return 0
+        counts = dict.fromkeys(CLASSES, 0)
+        for one in held:
+            counts[one.flow_class] += 1
+        owed = {name: self.classes.floor_places(name, places) - counts[name] for name in CLASSES}
+        if owed[flow_class] > 0:
+            return free
+        above = CLASSES[: CLASSES.index(flow_class)]
+        kept = [name for name in CLASSES if name in above or self._queues.get((line, name))]
+        return max(0, free - sum(max(0, owed[name]) for name in kept))
 
-    def _take_out(self, ticket: Ticket) -> None:
-        del self._waiting[ticket.run_id]
-        agents = self._lines[ticket.line]
-        agents[ticket.agent].remove(ticket)
-        if not agents[ticket.agent]:
-            del agents[ticket.agent]
-        if not agents:
-            del self._lines[ticket.line]
+    def waiting(self, line: str, flow_class: FlowClass) -> list[Ticket]:
+        """The tickets that came into a line with that class."""
+        return [held.ticket for held in self._waiting[flow_class].values() if held.ticket.line == line]
 
+    def _put(self, held: Held, engine_id: str) -> None:
+        held.engine_id = engine_id
+        self._at_engine.setdefault(engine_id, {})[held.ticket.run_id] = held
 
-def retry_after_seconds(
-    waiting: Iterable[Ticket], prefill_tokens_per_second: float, decode_tokens_per_second: float
-) -> float:
-    """When half of what waits will have been computed at these rates (of all engines together), 1 to 120 s.
+    def _queue(self, key: tuple[str, FlowClass]) -> FairQueue:
+        if key not in self._queues:
+            if len(self._queues) >= MAX_QUEUES:
+                self._queues = {known: queue for known, queue in self._queues.items() if queue}
+            self._queues[key] = FairQueue()
+        return self._queues[key]
 
-    Prompts count in full: what the cache will spare is the margin.
-    """
-    prefill = sum(ticket.prompt_tokens for ticket in waiting)
-    decode = sum(min(ticket.max_tokens, ANSWER_TOKENS) for ticket in waiting)
-    seconds = prefill / (prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_SECOND)
-    seconds += decode / (decode_tokens_per_second or DEFAULT_DECODE_TOKENS_PER_SECOND)
-    return float(math.ceil(min(max(seconds / 2, 1.0), MAX_RETRY_AFTER_SECONDS)))
+    def _climb(self, held: Held) -> None:
+        if self.classes.promote_seconds(held.flow_class) < math.inf:
+            self._climbing[held.flow_class][held.ticket.run_id] = held
+
+    def _take_out(self, held: Held) -> None:
+        self._climbing[held.flow_class].pop(held.ticket.run_id, None)
+        self._queue(held.queue).remove(held.ticket.run_id, held.seat)
+
+    def _forget_waiting(self, held: Held) -> None:
+        run_id = held.ticket.run_id
+        self._take_out(held)
+        del self._waiting[held.ticket.flow.flow_class][run_id]
+        del self._in_line[run_id]

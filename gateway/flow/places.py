@@ -1,105 +1,27 @@
-"""A turn's place: in a line of this gateway, then at an engine. Joins who goes next (admission.py), where to
-(router.py) and which engines live (directory.py). Knows no stream.
+"""A turn's place: in a line of this gateway, then at an engine. Joins who goes next (admission.py), what it
+costs (rates.py), where to (router.py) and which engines live (directory.py). Knows no stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-from gateway.callers.hints import NO_HINTS, Hints, Names
-from workers.messages import EngineInfo, Sampling, Submit
+from gateway.errors import Overloaded
+from workers.messages import Finished, TurnEnd
 
-from .admission import Admission, Ticket, retry_after_seconds
+from .admission import Admission, Charge, Refusal, Ticket
+from .classes import CLASSES, NORMAL, Classes, FlowClass, FlowHints
 from .directory import Directory, EngineView
-from .router import Candidate, Memory, Route, pick
+from .orders import Order, line_of, submit_of
+from .rates import AnswerLengths, MovingMean, Rates, retry_after_seconds, together
+from .router import Candidate, Memory, pick
+from .watch import FlowWatch, Unwatched
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One call as the HTTP side has checked it. `engine` made the tokens; an equal one may run the turn."""
-
-    engine: EngineView
-    token_ids: bytes  # prompt, little-endian uint32
-    max_tokens: int
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    tenant: str = ""
-    namespace: str = ""  # as in Submit
-    hints: Hints = NO_HINTS  # with the names that the agent has in the end, inferred or told
-    system_tokens: int = 0  # as in Submit
-    turn_tokens: int = 0
-    request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.token_ids) // 4
-
-    @property
-    def names(self) -> Names:
-        """Where the call belongs."""
-        return self.hints.names
-
-    @property
-    def agent(self) -> str:
-        """The agent, for lines and routes: unique over tenants and sessions; "" for one without a name."""
-        return self._unique(self.names.agent) if self.names.agent else ""
-
-    @property
-    def parent(self) -> str:
-        """The agent that called it, likewise."""
-        return self._unique(self.names.parent) if self.names.parent else ""
-
-    @property
-    def session(self) -> str:
-        """Its session, likewise: no agent has that name."""
-        return self._unique("") if self.names.session else ""
-
-    def _unique(self, agent: str) -> str:
-        return "\0".join((self.tenant, self.names.session, agent))
-
-    @property
-    def line(self) -> str:
-        """Orders of one line may go to the same engines."""
-        return line_of(self.engine)
-
-
-def submit_of(order: Order, run_id: str, attempt: int, engine: EngineInfo) -> Submit:
-    """The turn as that engine is told of it."""
-    hints, names = order.hints, order.names
-    return Submit(
-        run_id=run_id,
-        attempt=attempt,
-        incarnation=engine.incarnation,
-        digest=engine.digest,
-        token_ids=order.token_ids,
-        max_tokens=order.max_tokens,
-        sampling=order.sampling,
-        stop=order.stop,
-        stop_token_ids=order.stop_token_ids,
-        ignore_eos=order.ignore_eos,
-        tenant=order.tenant,
-        namespace=order.namespace,
-        session=names.session,
-        agent=names.agent,
-        parent=names.parent,
-        fork_tokens=min(hints.fork_tokens, order.prompt_tokens),
-        expects=hints.expects,
-        is_final=hints.is_final,
-        retain=hints.retain,
-        system_tokens=order.system_tokens,
-        turn_tokens=order.turn_tokens,
-        explain=hints.explain,
-    )
-
-
-def line_of(engine: EngineView) -> str:
-    """The line of what this engine or an equal one may run."""
-    return f"{engine.info.model_id} {engine.info.digest}"
+__all__ = ["Order", "Places", "Release", "Reservation", "submit_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,47 +53,87 @@ class Reservation:
         self.close()
 
 
-class Places:
-    """The places of all turns of this gateway."""
+@dataclass(slots=True)
+class _Sent:
+    """What a released turn was taken to cost."""
 
-    def __init__(self, directory: Directory, max_waiting: int) -> None:
+    order: Order
+    rates: Rates  # of its engine then
+    uncached_tokens: int  # of its prompt, still to be prefilled
+
+
+class Places:
+    """The places of all turns of this gateway. `clock` in seconds."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        max_waiting: int,
+        *,
+        classes: Classes | None = None,
+        watch: FlowWatch | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._directory = directory
-        self._admission = Admission(max_waiting)
+        self._admission = Admission(classes or Classes(), max_waiting, clock)
+        self._watch = watch or Unwatched()
         self._memory = Memory()
+        self._answers = AnswerLengths()
+        self._computed = MovingMean(1.0)  # share of their prompts that turns computed lately
         self._orders: dict[str, Order] = {}
-        self._uncached: dict[str, int] = {}  # prompt tokens that a released turn has still to prefill
+        self._sent: dict[str, _Sent] = {}
 
     @property
     def num_waiting(self) -> int:
         """Turns in line here."""
         return self._admission.num_waiting
 
-    def reserve(self, engine: EngineView) -> Reservation:
+    def reserve(self, engine: EngineView, flow: FlowHints = NORMAL) -> Reservation:
         """A place for a turn that will `enter`, for this engine or an equal one. Raises Overloaded."""
-        engines = self._directory.like(engine)
-        seconds = retry_after_seconds(
-            self._admission.waiting(line_of(engine)),
-            sum(engine.stats.prefill_tokens_per_second for engine in engines),
-            sum(engine.stats.decode_tokens_per_second for engine in engines),
-        )
-        room = sum(self._room(engine) for engine in engines)
-        self._admission.reserve(room=room, retry_after_seconds=seconds)
-        return Reservation(self._admission.unreserve)
+        engines, line, flow_class = self._directory.like(engine), line_of(engine), flow.flow_class
+        room = sum(self._room(engine, line, flow_class) for engine in engines)
+        reason = self._admission.refusal(flow_class, room)
+        if reason is not None:
+            self._watch.refused(flow_class, reason)
+            raise Overloaded(self._retry_after(engines, line, flow_class, reason))
+        self._admission.reserve(flow_class)
+        return Reservation(lambda: self._admission.unreserve(flow_class))
 
     def enter(self, run_id: str, order: Order) -> None:
         """Into the line."""
+        expected = self._answers.expected(
+            order.agent, order.max_tokens - order.generated_tokens, order.flow.expected_output_tokens
+        )
         self._orders[run_id] = order
-        self._admission.enter(Ticket(run_id, order.line, order.agent, order.prompt_tokens, order.max_tokens))
+        self._admission.enter(
+            Ticket(
+                run_id=run_id,
+                line=order.line,
+                prompt_tokens=order.prompt_tokens,
+                output_tokens=expected,
+                tenant=order.tenant,
+                tree=order.tree,
+                flow=order.flow,
+            )
+        )
+        self._show_waiting(order.flow.flow_class)
 
     def releases(self) -> Iterator[Release]:
         """Moves those next in line to the engines that have room."""
+        for promoted in self._admission.promote():
+            self._watch.promoted(promoted.flow.flow_class)
         for line in self._admission.lines():
-            while (ticket := self._admission.first(line)) is not None:
-                engine = self._route(ticket.run_id, self._orders[ticket.run_id])
-                if engine is None:
-                    break
-                self._admission.release(ticket, engine.info.engine_id)
-                yield Release(ticket.run_id, engine)
+            while (release := self._next(line)) is not None:
+                yield release
+
+    def expired(self) -> list[str]:
+        """Turns that have waited longer than their class lets them, each told once: their runs shall end in
+        `queue_timeout`. They stay in line until they `leave`.
+        """
+        expired = self._admission.expired()
+        for ticket in expired:
+            self._watch.refused(ticket.flow.flow_class, "queue_timeout")
+        return [ticket.run_id for ticket in expired]
 
     def move(self, run_id: str, engine: EngineView) -> None:
         """The released turn is sent (once more) to that engine."""
@@ -179,13 +141,35 @@ class Places:
 
     def note_prefilled(self, run_id: str) -> None:
         """The turn has its first token: nobody waits for its prefill any more."""
-        self._uncached.pop(run_id, None)
+        sent = self._sent.get(run_id)
+        if sent is not None:
+            sent.uncached_tokens = 0
+
+    def settle(self, run_id: str, end: TurnEnd) -> None:
+        """The turn has ended like that, and has still to `leave`: its tree pays what it really took, nothing
+        when no worker had it, and its agent's next answer is expected to be as long.
+        """
+        sent = self._sent.get(run_id)
+        if sent is None:
+            return
+        usage, before = end.usage, sent.order.generated_tokens
+        has_run = end.timings.worker is not None
+        computed, generated = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens - before
+        seconds = sent.rates.seconds(max(computed, 0), max(generated, 0)) if has_run else 0.0
+        self._admission.settle(run_id, seconds)
+        if has_run and usage.prompt_tokens:
+            self._computed.note(computed / usage.prompt_tokens)
+        if isinstance(end, Finished):
+            self._answers.note(sent.order.agent, usage.completion_tokens)
 
     def leave(self, run_id: str) -> bool:
         """Forgets the turn. True when it was still in line."""
-        self._orders.pop(run_id, None)
-        self._uncached.pop(run_id, None)
-        return self._admission.leave(run_id)
+        order = self._orders.pop(run_id, None)
+        self._sent.pop(run_id, None)
+        was_waiting = self._admission.leave(run_id)
+        if was_waiting and order is not None:
+            self._show_waiting(order.flow.flow_class)
+        return was_waiting
 
     def is_waiting(self, run_id: str) -> bool:
         """Whether the turn is in line here."""
@@ -199,37 +183,92 @@ class Places:
         """The ids of all living engines."""
         return [engine.info.engine_id for engine in self._directory.engines() if engine.alive]
 
-    def _room(self, engine: EngineView) -> int:
-        return self._admission.room(engine.info.engine_id, engine.info.num_workers)
+    def _room(self, engine: EngineView, line: str, flow_class: FlowClass) -> int:
+        return self._admission.room(engine.info.engine_id, engine.info.num_workers, line, flow_class)
 
-    def _route(self, run_id: str, order: Order) -> EngineView | None:
-        engines = {engine.info.engine_id: engine for engine in self.others(order) if self._room(engine)}
-        candidates = [self._candidate(engine, order) for engine in engines.values()]
-        route = pick(
-            order.prompt_tokens,
-            candidates,
-            self._memory.last_engine((order.agent, order.parent, order.session)),
+    def _next(self, line: str) -> Release | None:
+        """Sends one turn on. The first that has a place, but whose pages no engine has beside those that it
+        gave away, holds up those behind it: smaller ones would pass it for ever.
+        """
+        for flow_class in CLASSES:
+            ticket = self._admission.first(line, flow_class)
+            if ticket is None:
+                continue
+            order = self._orders[ticket.run_id]
+            engines = [engine for engine in self.others(order) if self._room(engine, line, flow_class)]
+            if not engines:
+                continue
+            options = {engine.info.engine_id: (engine, self._candidate(engine, order)) for engine in engines}
+            fitting = [c for engine, c in options.values() if self._fits(engine, c, ticket)]
+            sticky = self._memory.last_engine((order.agent, order.parent, order.session))
+            route = pick(order.prompt_tokens, fitting, sticky)
+            if route is None:
+                return None
+            engine, _ = options[route.engine_id]
+            self._memory.note(
+                order.agent, route.engine_id, engine.info.incarnation, order.token_ids, cold=route.cold
+            )
+            self._memory.place((order.agent, order.session), route.engine_id)
+            self._send(ticket, order, engine, route.uncached_tokens)
+            return Release(ticket.run_id, engine)
+        return None
+
+    def _send(self, ticket: Ticket, order: Order, engine: EngineView, uncached_tokens: int) -> None:
+        rates = _rates_of(engine)
+        charge = Charge(
+            rates.seconds(uncached_tokens, ticket.output_tokens), _pages(engine, uncached_tokens, ticket)
         )
-        if route is None:
-            return None
-        self._note(run_id, order, route, engines[route.engine_id])
-        return engines[route.engine_id]
+        self._sent[ticket.run_id] = _Sent(order, rates, uncached_tokens)
+        seconds = self._admission.release(ticket.run_id, engine.info.engine_id, charge)
+        self._watch.released(order.flow.flow_class, seconds)
+        self._show_waiting(order.flow.flow_class)
 
-    def _note(self, run_id: str, order: Order, route: Route, engine: EngineView) -> None:
-        self._uncached[run_id] = route.uncached_tokens
-        incarnation = engine.info.incarnation
-        self._memory.note(order.agent, route.engine_id, incarnation, order.token_ids, cold=route.cold)
-        self._memory.place((order.agent, order.session), route.engine_id)
+    def _fits(self, engine: EngineView, candidate: Candidate, ticket: Ticket) -> bool:
+        """Whether the engine has its pages beside those of the turns that it holds; alone it always goes."""
+        if not candidate.num_turns:
+            return True
+        uncached = max(ticket.prompt_tokens - candidate.covered_tokens, 1)
+        taken = self._admission.pages(engine.info.engine_id)
+        return taken + _pages(engine, uncached, ticket) <= engine.info.kv.num_pages
 
     def _candidate(self, engine: EngineView, order: Order) -> Candidate:
         engine_id, incarnation = engine.info.engine_id, engine.info.incarnation
-        released = self._admission.released(engine_id)
+        held = self._admission.released(engine_id)
+        sent = [self._sent[one.ticket.run_id] for one in held if one.ticket.run_id in self._sent]
         return Candidate(
             engine_id=engine_id,
             covered_tokens=self._memory.covered_tokens(engine_id, incarnation, order.token_ids),
-            queued_tokens=sum(self._uncached.get(ticket.run_id, 0) for ticket in released),
-            num_turns=len(released),
+            queued_tokens=sum(one.uncached_tokens for one in sent),
+            num_turns=len(held),
             prefill_tokens_per_second=engine.stats.prefill_tokens_per_second,
             decode_tokens_per_second=engine.stats.decode_tokens_per_second,
             last_cold=self._memory.last_cold(engine_id),
         )
+
+    def _retry_after(
+        self, engines: Iterable[EngineView], line: str, flow_class: FlowClass, reason: Refusal
+    ) -> float:
+        rates = together(_rates_of(engine) for engine in engines)
+        seconds = {name: self._seconds(self._admission.waiting(line, name), rates) for name in CLASSES}
+        if reason == "all_full":
+            return retry_after_seconds(0.0, sum(seconds.values()), 0.0)
+        above = CLASSES[: CLASSES.index(flow_class)]
+        floor = self._admission.classes.rules(flow_class).floor
+        return retry_after_seconds(sum(seconds[name] for name in above), seconds[flow_class], floor)
+
+    def _seconds(self, tickets: Iterable[Ticket], rates: Rates) -> float:
+        share = self._computed.value
+        return sum(rates.seconds(share * one.prompt_tokens, one.output_tokens) for one in tickets)
+
+    def _show_waiting(self, flow_class: FlowClass) -> None:
+        self._watch.waiting(flow_class, self._admission.num_waiting_of(flow_class))
+
+
+def _rates_of(engine: EngineView) -> Rates:
+    stats = engine.stats
+    return Rates.measured(stats.prefill_tokens_per_second, stats.decode_tokens_per_second)
+
+
+def _pages(engine: EngineView, uncached_tokens: int, ticket: Ticket) -> int:
+    """What the turn needs of the engine's pool and does not find there; a page has a fixed size in bytes."""
+    return math.ceil((uncached_tokens + ticket.output_tokens) / engine.info.kv.page_tokens)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .admission import ANSWER_TOKENS, DEFAULT_DECODE_TOKENS_PER_SECOND, DEFAULT_PREFILL_TOKENS_PER_SECOND
+from .rates import ANSWER_TOKENS, Rates
 
 STICKY_SECONDS = 3.0
 """An agent stays with its engine while another one would not be faster by more than this."""
@@ -47,11 +47,9 @@ class Route:
 
 def cost_seconds(prompt_tokens: int, candidate: Candidate) -> float:
     """Roughly until the turn's first token: its own prefill, those ahead of it, what decoding takes."""
-    prefill_rate = candidate.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_SECOND
-    decode_rate = candidate.decode_tokens_per_second or DEFAULT_DECODE_TOKENS_PER_SECOND
+    rates = Rates.measured(candidate.prefill_tokens_per_second, candidate.decode_tokens_per_second)
     uncached = max(prompt_tokens - candidate.covered_tokens, 1)
-    decode_load = candidate.num_turns * ANSWER_TOKENS / decode_rate
-    return (uncached + candidate.queued_tokens) / prefill_rate + decode_load
+    return rates.seconds(uncached + candidate.queued_tokens, candidate.num_turns * ANSWER_TOKENS)
 
 
 def pick(prompt_tokens: int, candidates: Sequence[Candidate], sticky: str | None) -> Route | None:

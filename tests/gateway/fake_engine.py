@@ -130,7 +130,7 @@ class FakeEngine:
             context_length=1000,
             num_workers=self._workers,
             vocab_size=100,
-            kv=KVFacts(dtype="int8", bytes_per_token=1.0, page_tokens=64, num_pages=1, pool_bytes=64),
+            kv=KVFacts(dtype="int8", bytes_per_token=1.0, page_tokens=64, num_pages=100, pool_bytes=6400),
             device="none",
             weights="none",
             blas="none",
