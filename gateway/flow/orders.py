@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.callers.hints import NO_HINTS, Hints, Names
-from workers.messages import EngineInfo, Sampling, Submit
+from workers.messages import EngineInfo, Grammar, Sampling, Submit
 
 from .classes import NORMAL, FlowHints
 from .directory import EngineView
@@ -28,6 +28,7 @@ class Order:
     system_tokens: int = 0  # as in Submit
     turn_tokens: int = 0
     generated_tokens: int = 0  # as in Submit
+    grammar: Grammar | None = None  # as in Submit
     flow: FlowHints = NORMAL
     request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer
 
@@ -97,6 +98,7 @@ def submit_of(order: Order, run_id: str, attempt: int, engine: EngineInfo) -> Su
         turn_tokens=order.turn_tokens,
         explain=hints.explain,
         generated_tokens=order.generated_tokens,
+        grammar=order.grammar,
     )
 
 
