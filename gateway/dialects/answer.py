@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.errors import GatewayError, TurnFailed
-from gateway.text.parsing import Part, Reader, Reading, Said, joined
+from gateway.text.parsing import Content, Part, Reader, Reading, Reasoning, Said, joined
 from gateway.text.tokenizer import unpack_token_ids
 from workers.messages import (
     Accepted,
@@ -42,6 +42,11 @@ class AnswerShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reading: Reading = Reading()  # how the text is taken apart; text completions are not
     echo: dict[str, Any] = {}  # of the request: what the dialect's answer repeats
 
+    @property
+    def is_detached(self) -> bool:
+        """Whether the answer was asked for in the background: it outlives its readers."""
+        return bool(self.echo.get("background"))
+
 
 _decode_shape = msgspec.msgpack.Decoder(AnswerShape).decode
 
@@ -56,6 +61,7 @@ class Answer:
         self.token_ids = array("I")  # of the present turn
         self.num_processed = 0  # prompt tokens so far, cached ones included
         self.num_cached = 0  # of the present turn's prompt
+        self.num_thinking = 0  # generated tokens of all turns that came while reasoning was read
         self.turn_end: TurnEnd | None = None
         self.run_end: RunEnded | None = None
         self.derail: Derail | None = None
@@ -65,6 +71,7 @@ class Answer:
         self._turn = 1
         self._usage_before = Usage()  # of earlier turns
         self._reader = Reader(self.shape.reading)
+        self._is_thinking: bool | None = None  # None: the turn has not begun to, and may; False: no more
         self._texts: list[str] = []
 
     @property
@@ -161,6 +168,7 @@ class Answer:
             self._turn = turn
             self._usage_before = self.usage
             self._reader = Reader(self.shape.reading)
+            self._is_thinking = None
             self._texts.clear()
             del self.token_ids[:]
         self.turn_end = None
@@ -178,7 +186,20 @@ class Answer:
         self.token_ids.extend(unpack_token_ids(event.token_ids))
         self._texts.append(event.text)
         self.logprobs.extend(event.logprobs)
-        return self._add(self._reader.feed(event.text)) if self.is_read else []
+        parts = self._add(self._reader.feed(event.text)) if self.is_read else []
+        if self.shape.reading.thinking is not None and self._is_thinking is not False:
+            self._count_thinking(event, parts)
+        return parts
+
+    def _count_thinking(self, event: Tokens, parts: Sequence[Part]) -> None:
+        """To the event, not to the token: one may hold the end of thinking and the answer's first words."""
+        said = [part for part in parts if not (isinstance(part, Content) and not part.text.strip())]
+        thinks_on = not parts and (self._is_thinking or self.shape.reading.is_thinking)
+        if thinks_on or any(isinstance(part, Reasoning) for part in said):
+            self._is_thinking = True
+            self.num_thinking += len(event.token_ids) // 4
+        if any(not isinstance(part, Reasoning) for part in said):
+            self._is_thinking = False
 
     def _add(self, parts: Sequence[Part]) -> list[Part]:
         fresh = joined(parts)

@@ -207,10 +207,10 @@ def usage_body(usage: Usage) -> Body:
 
 
 def _chat_logprobs(logprobs: Sequence[ChosenLogprob]) -> Body:
-    return {"content": [_chat_logprob(entry) for entry in logprobs]}
+    return {"content": [chat_logprob(entry) for entry in logprobs]}
 
 
-def _chat_logprob(entry: ChosenLogprob) -> Body:
+def chat_logprob(entry: ChosenLogprob) -> Body:
     top = [_candidate(token) for token in entry.top]
     return {**_candidate(entry.chosen), "top_logprobs": top}
 

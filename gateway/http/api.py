@@ -176,7 +176,11 @@ async def parse(parser: Callable[[bytes], Request], body: bytes) -> Request:
 
 def parse_chat(body: bytes) -> ChatRequest:
     """The body as a chat request. Raises InvalidField naming the first bad field."""
-    fields = read_fields(body)
+    return chat_request(read_fields(body))
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """A body's fields as a chat request, also those that another API's body was made into."""
     request = convert(fields, ChatRequest, hidden=HIDDEN)
     check_common(request, fields)
     if request.top_logprobs is not None and not request.logprobs:

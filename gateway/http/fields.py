@@ -172,25 +172,28 @@ def convert(
     *,
     hidden: Sequence[str] = (),
     remedies: Mapping[str, str] = REMEDIES,
+    where: str = "",
 ) -> Body:
-    """The fields as a struct, but for those in `hidden`. Raises InvalidField naming the first bad one."""
+    """The fields as a struct, but for those in `hidden`. Raises InvalidField naming the first bad one, with
+    the path of what holds it (`where`, such as "input[3]").
+    """
     known = {name: value for name, value in fields.items() if name not in hidden}
     try:
         return msgspec.convert(known, kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), known, remedies) from None
+        raise _explain(str(error), known, remedies, where) from None
 
 
-def _explain(problem: str, fields: dict[str, Any], remedies: Mapping[str, str]) -> InvalidField:
+def _explain(problem: str, fields: dict[str, Any], remedies: Mapping[str, str], where: str) -> InvalidField:
     missing = re.search(r"missing required field `(\w+)`", problem)
     found = _PATH.search(problem)
     path = found[1] if found else ""
     if missing:
-        param = f"{path}.{missing[1]}".lstrip(".")
+        param = f"{where}{path}.{missing[1]}".lstrip(".")
         names = [name for name in re.findall(r"\w+", param) if name in remedies]
         remedy = remedies[names[-1]] if names else "a value"
         return InvalidField(param, f"'{param}' is missing: it must be {remedy}.")
-    param = ""
+    param = where
     value: Any = fields
     for name, index in _STEP.findall(path):
         key: str | int | None = name or (int(index) if index.isdigit() else None)
