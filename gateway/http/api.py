@@ -144,6 +144,7 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     raw_messages: list[dict[str, Any]] = []
     raw_tools: list[dict[str, Any]] | None = None
+    later_tools: list[dict[str, Any]] = []  # that messages tell of: not in the template's list
     endpoint: Endpoint = "chat"  # other dialects' bodies become chat requests too
     echoed: dict[str, Any] = {}  # what their answers repeat of the body
 
@@ -151,6 +152,11 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     def tools_in_use(self) -> list[dict[str, Any]] | None:
         """What the template gets of the tools; None where there are none, or where none may be called."""
         return None if self.tool_choice == "none" else self.raw_tools or None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """What the answer may call."""
+        return [] if self.tool_choice == "none" else [*(self.raw_tools or ()), *self.later_tools]
 
 
 class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
@@ -163,7 +169,7 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
     best_of: int = 1
 
 
-HIDDEN = ("raw_messages", "raw_tools", "endpoint", "echoed")
+HIDDEN = ("raw_messages", "raw_tools", "later_tools", "endpoint", "echoed")
 """Fields of ours that no caller may set."""
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)

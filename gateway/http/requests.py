@@ -19,7 +19,14 @@ from gateway.dialects.answer import Answer, AnswerShape
 from gateway.errors import InvalidField, NoEngine, context_exceeded
 from gateway.flow.directory import Directory, EngineView
 from gateway.runs.runs import Order
-from gateway.text.prompts import Conversation, Message, PromptLibrary, Prompts, is_small
+from gateway.text.prompts import (
+    Conversation,
+    EncodedPrompt,
+    Message,
+    PromptLibrary,
+    Prompts,
+    is_small,
+)
 from gateway.text.tokenizer import AnswerPlace, pack_token_ids
 from gateway.text.volatile import normalise
 from workers.messages import EngineInfo, Finished, Sampling
@@ -61,9 +68,7 @@ def find_engine(directory: Directory, model: str | None, aliases: Aliases) -> En
     if not models:
         raise NoEngine("No engine is running now. It may be starting: try again in a few seconds.")
     if len(models) > 1:
-        raise InvalidField(
-            "model", f"'model' must be one of {', '.join(models)}."
-        )
+        raise InvalidField("model", f"'model' must be one of {', '.join(models)}.")
     return directory.find(models[0])
 
 
@@ -71,16 +76,7 @@ async def prepare_chat(
     request: ChatRequest, caller: Caller, engine: EngineView, library: PromptLibrary
 ) -> Prepared:
     """The order of a chat call. Raises InvalidField."""
-    if is_small(request.raw_messages):
-        messages = _template_messages(request.raw_messages)
-    else:
-        messages = await asyncio.to_thread(_template_messages, request.raw_messages)
-    if library.normalises:
-        messages = _normalise(messages)
-    prompts = await library.get(engine.info.digest, engine.tokenizer)
-    tools = request.tools_in_use
-    conversation = Conversation(messages, tools, request.chat_template_kwargs)
-    prompt = await prompts.encode(conversation, max_tokens=engine.info.context_length, scope=caller.scope)
+    prompts, prompt = await encode_chat(request, caller, engine, library, engine.info.context_length)
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     shape = AnswerShape(
         endpoint=request.endpoint,
@@ -89,11 +85,28 @@ async def prepare_chat(
         include_usage=request.include_usage,
         logprobs=request.logprobs,
         tenant=caller.tenant,
-        reading=prompts.reading(prompt, tools, only_first_call=not request.parallel_tool_calls),
+        reading=prompts.reading(
+            prompt, request.callable_tools, only_first_call=not request.parallel_tool_calls
+        ),
     )
     order = _order(request, caller, engine, prompt.token_ids, top_logprobs, shape)
     order = replace(order, system_tokens=prompt.system_tokens, turn_tokens=prompt.turn_tokens)
     return Prepared(order, prompts, prompt.place, caller.scope)
+
+
+async def encode_chat(
+    request: ChatRequest, caller: Caller, engine: EngineView, library: PromptLibrary, max_tokens: int
+) -> tuple[Prompts, EncodedPrompt]:
+    """A chat call's prompt, and who made it. Raises InvalidField, also for certainly more than `max_tokens`."""
+    if is_small(request.raw_messages):
+        messages = _template_messages(request.raw_messages)
+    else:
+        messages = await asyncio.to_thread(_template_messages, request.raw_messages)
+    if library.normalises:
+        messages = _normalise(messages)
+    prompts = await library.get(engine.info.digest, engine.tokenizer)
+    conversation = Conversation(messages, request.tools_in_use, request.chat_template_kwargs)
+    return prompts, await prompts.encode(conversation, max_tokens=max_tokens, scope=caller.scope)
 
 
 async def prepare_completion(
