@@ -17,6 +17,7 @@ from metrics.instruments import Instruments
 
 from .metrics_page import DIRECTORY, INSTRUMENTS, RUNS, count_response
 from .middleware import MIDDLEWARES, name_response
+from .openapi import DESCRIPTION, Description
 from .route import mount
 from .routes import ROUTES
 from .state import STATE, Followers, State
@@ -50,6 +51,7 @@ def build_app(
     )
     app[DIRECTORY], app[RUNS], app[INSTRUMENTS] = directory, runs, instruments
     mount(app, ROUTES)
+    app[DESCRIPTION] = Description(ROUTES)
     app.on_response_prepare.append(count_response)
     app.on_response_prepare.append(name_response)
     app.cleanup_ctx.append(_finish)

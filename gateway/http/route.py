@@ -14,6 +14,8 @@ from aiohttp.web_urldispatcher import AbstractRoute
 
 from gateway.callers.scopes import Scope
 
+from .shapes import ErrorBody
+
 Call = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 JSON = "application/json"
@@ -36,8 +38,8 @@ class Route:
     `path` is aiohttp's (`/v1/runs/{id}/cancel`). `scope` is what the caller must have (callers/scopes.py).
     `verb` names it in the audit log; "" for what controls nothing. `body`: the type of the JSON body; None:
     it takes none. `answers`: the body's type for each status of success; None: no body. `events`: the type
-    of a server-sent event's data, where the answer may be such a stream (of status 200). Errors need no row:
-    all routes answer them in the same way.
+    of a server-sent event's data, where the answer may be such a stream (of status 200). `error`: the type of
+    the body of any failure, where that is not OpenAI's.
 
     Each API's module holds its rows as a tuple; routes.py joins them:
 
@@ -72,6 +74,7 @@ class Route:
     summary: str
     verb: str = ""
     body: Any = None
+    error: Any = ErrorBody
     is_body_optional: bool = False
     answers: Mapping[int, Any] = field(default_factory=lambda: {200: dict[str, Any]})
     events: Any = None

@@ -10,11 +10,14 @@ from typing import Any
 from .api import ChatRequest, CompletionRequest
 from .chat import post_chat
 from .completions import post_completion
-from .health import get_health, get_ready
+from .health import Health, Ready, get_health, get_ready
+from .messages.routes import ROUTES as MESSAGES
 from .metrics_page import get_metrics
 from .models import Model, ModelList, NativeModelList, get_model, get_models, get_native_models
+from .openapi import get_openapi
 from .route import Parameter, Route
-from .sessions import CancelRequest, post_cancel
+from .sessions import CancelRequest, SessionCancelled, post_cancel
+from .shapes import ChatChunk, ChatCompletion, TextCompletion
 from .stream import get_run
 
 AFTER = (
@@ -30,7 +33,8 @@ OPENAI = (
         scope="control",
         summary="Answers a conversation.",
         body=ChatRequest,
-        events=dict[str, Any],
+        answers={200: ChatCompletion},
+        events=ChatChunk,
     ),
     Route(
         method="GET",
@@ -38,7 +42,8 @@ OPENAI = (
         call=get_run,
         scope="read",
         summary="A chat's answer again.",
-        events=dict[str, Any],
+        answers={200: ChatCompletion, 204: None},
+        events=ChatChunk,
         parameters=AFTER,
     ),
     Route(
@@ -48,7 +53,8 @@ OPENAI = (
         scope="control",
         summary="Continues a text.",
         body=CompletionRequest,
-        events=dict[str, Any],
+        answers={200: TextCompletion},
+        events=TextCompletion,
     ),
     Route(
         method="GET",
@@ -56,7 +62,8 @@ OPENAI = (
         call=get_run,
         scope="read",
         summary="A text completion's answer again.",
-        events=dict[str, Any],
+        answers={200: TextCompletion, 204: None},
+        events=TextCompletion,
         parameters=AFTER,
     ),
 )
@@ -70,6 +77,7 @@ SESSIONS = (
         verb="cancel_session",
         summary="Ends a session's runs, or those of one agent and its descendants.",
         body=CancelRequest,
+        answers={200: SessionCancelled},
         is_body_optional=True,
     ),
 )
@@ -104,10 +112,20 @@ MODELS = (
 SERVER = (
     Route(
         method="GET",
+        path="/openapi.json",
+        call=get_openapi,
+        scope="read",
+        summary="This description.",
+        answers={200: dict[str, Any], 304: None},
+        parameters=(Parameter("If-None-Match", "The ETag of a description at hand.", where="header"),),
+    ),
+    Route(
+        method="GET",
         path="/health",
         call=get_health,
         scope="read",
         summary="The process answers, with settings in force and measured facts.",
+        answers={200: Health},
         is_limited=False,
     ),
     Route(
@@ -116,6 +134,7 @@ SERVER = (
         call=get_ready,
         scope="read",
         summary="Whether a call would be served now.",
+        answers={200: Ready, 503: Ready},
         is_limited=False,
     ),
     Route(
@@ -130,4 +149,4 @@ SERVER = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*OPENAI, *SESSIONS, *MODELS, *SERVER)
+ROUTES: tuple[Route, ...] = (*OPENAI, *MESSAGES, *SESSIONS, *MODELS, *SERVER)

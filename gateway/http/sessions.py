@@ -22,6 +22,13 @@ class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True):
     agent: str | None = None
 
 
+class SessionCancelled(Struct, frozen=True):
+    """How many runs were told to end."""
+
+    session: str
+    num_cancelled: int
+
+
 async def post_cancel(request: web.Request) -> web.Response:
     """Tells how many runs were told to end. Safe to repeat; a call that comes later runs as usual.
 
@@ -34,7 +41,7 @@ async def post_cancel(request: web.Request) -> web.Response:
     agent = "" if asked.agent is None else _name("agent", asked.agent)
     agents = state.kin.subtree(tenant, session, agent)
     root = CancelAgents(tenant=tenant, session=session, agent=agent)
-    return json_response({"session": session, "num_cancelled": await state.runs.cancel_agents(root, agents)})
+    return json_response(SessionCancelled(session, await state.runs.cancel_agents(root, agents)))
 
 
 def _name(field: str, given: str) -> str:
