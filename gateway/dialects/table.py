@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from .answer import Endpoint
 from .frames import Dialect
+from .messages.errors import messages_error
+from .messages.teller import MessagesTeller
 from .openai import ChatTeller, TextTeller, openai_error
 
 CHAT = Dialect(ChatTeller, openai_error)
 TEXT = Dialect(TextTeller, openai_error)
+MESSAGES = Dialect(MessagesTeller, messages_error)
 
-DIALECTS: dict[Endpoint, Dialect] = {"chat": CHAT, "text": TEXT}
+DIALECTS: dict[Endpoint, Dialect] = {"chat": CHAT, "text": TEXT, "messages": MESSAGES}
 
-ERRORS_BY_PATH: tuple[tuple[str, Dialect], ...] = ()
+ERRORS_BY_PATH: tuple[tuple[str, Dialect], ...] = (("/v1/messages", MESSAGES),)
 """Paths whose errors are not worded as OpenAI's; the first prefix that fits."""
 
 
