@@ -97,7 +97,7 @@ async def prepare_chat(
 async def encode_chat(
     request: ChatRequest, caller: Caller, engine: EngineView, library: PromptLibrary, max_tokens: int
 ) -> tuple[Prompts, EncodedPrompt]:
-    """A chat call's prompt, and who made it. Raises InvalidField, also for certainly more than `max_tokens`."""
+    """A chat call's prompt, and who made it. Raises InvalidField, also where more tokens are certain."""
     if is_small(request.raw_messages):
         messages = _template_messages(request.raw_messages)
     else:
