@@ -57,7 +57,6 @@ class Held:
     since: float  # seconds of the clock: when it came in
     flow_class: FlowClass  # that it counts as
     seat: Seat
-    class_since: float
     charge: Charge = Charge(0.0, 0)
     engine_id: str = ""
     has_expired: bool = False
@@ -77,8 +76,8 @@ class Admission:
         self._clock = clock
         self._num_reserved = dict.fromkeys(CLASSES, 0)
         self._queues: dict[tuple[str, FlowClass], FairQueue] = {}
+        self._served_at: dict[tuple[str, FlowClass], float] = {}  # or when somebody began to wait there
         self._waiting: dict[FlowClass, OrderedDict[str, Held]] = {name: OrderedDict() for name in CLASSES}
-        self._climbing: dict[FlowClass, OrderedDict[str, Held]] = {name: OrderedDict() for name in CLASSES}
         self._in_line: dict[str, Held] = {}
         self._released: dict[str, Held] = {}
         self._at_engine: dict[str, dict[str, Held]] = {}
@@ -119,11 +118,10 @@ class Admission:
         now, flow = self._clock(), ticket.flow
         deadline = math.inf if flow.deadline is None else flow.deadline
         rank = (-float(flow.priority), deadline, next(self._numbers))
-        held = Held(ticket, now, flow.flow_class, Seat(f"tenant {ticket.tenant}", ticket.tree, rank), now)
+        held = Held(ticket, now, flow.flow_class, Seat(f"tenant {ticket.tenant}", ticket.tree, rank))
         self._in_line[ticket.run_id] = held
         self._waiting[flow.flow_class][ticket.run_id] = held
-        self._climb(held)
-        self._queue(held.queue).enter(ticket.run_id, held.seat)
+        self._put_in(held)
 
     def lines(self) -> list[str]:
         """The lines in which someone waits."""
@@ -136,20 +134,22 @@ class Admission:
         return None if run_id is None else self._in_line[run_id].ticket
 
     def promote(self) -> list[Ticket]:
-        """Lets those that have waited for long count as of the next class up; returns them."""
+        """Lets the first of each queue that others were preferred to for long count as of the next class up,
+        and returns those. Who waits behind calls of its own class is not promoted for that.
+        """
         now, promoted = self._clock(), []
         for flow_class in reversed(CLASSES):
-            climbing, seconds = self._climbing[flow_class], self.classes.promote_seconds(flow_class)
-            while climbing:
-                held = next(iter(climbing.values()))
-                if now - held.class_since < seconds:
-                    break
-                self._take_out(held)
-                held.flow_class, held.class_since = next_up(flow_class), now
+            seconds = self.classes.promote_seconds(flow_class)
+            for key in [key for key in self._queues if key[1] == flow_class]:
+                run_id = self._queues[key].first()
+                if run_id is None or now - self._served_at[key] < seconds:
+                    continue
+                held = self._in_line[run_id]
+                self._queues[key].remove(run_id, held.seat)
+                self._served_at[key] = now
                 tree = f"{held.ticket.tenant}\0{held.ticket.tree}"
-                held.seat = Seat(PROMOTED, tree, held.seat.rank)
-                self._climb(held)
-                self._queue(held.queue).enter(held.ticket.run_id, held.seat)
+                held.flow_class, held.seat = next_up(flow_class), Seat(PROMOTED, tree, held.seat.rank)
+                self._put_in(held)
                 promoted.append(held.ticket)
         return promoted
 
@@ -172,6 +172,7 @@ class Admission:
         """Out of the line, to an engine; the seconds that it waited."""
         held = self._in_line[run_id]
         self._queue(held.queue).charge(held.seat, charge.seconds)
+        self._served_at[held.queue] = self._clock()
         self._forget_waiting(held)
         held.charge = charge
         self._released[run_id] = held
@@ -243,19 +244,18 @@ class Admission:
         if key not in self._queues:
             if len(self._queues) >= MAX_QUEUES:
                 self._queues = {known: queue for known, queue in self._queues.items() if queue}
+                self._served_at = {known: self._served_at[known] for known in self._queues}
             self._queues[key] = FairQueue()
         return self._queues[key]
 
-    def _climb(self, held: Held) -> None:
-        if self.classes.promote_seconds(held.flow_class) < math.inf:
-            self._climbing[held.flow_class][held.ticket.run_id] = held
-
-    def _take_out(self, held: Held) -> None:
-        self._climbing[held.flow_class].pop(held.ticket.run_id, None)
-        self._queue(held.queue).remove(held.ticket.run_id, held.seat)
+    def _put_in(self, held: Held) -> None:
+        queue = self._queue(held.queue)
+        if not queue:
+            self._served_at[held.queue] = self._clock()
+        queue.enter(held.ticket.run_id, held.seat)
 
     def _forget_waiting(self, held: Held) -> None:
         run_id = held.ticket.run_id
-        self._take_out(held)
+        self._queues[held.queue].remove(run_id, held.seat)
         del self._waiting[held.ticket.flow.flow_class][run_id]
         del self._in_line[run_id]

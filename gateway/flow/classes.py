@@ -34,7 +34,12 @@ QueueSeconds = Annotated[
 ]
 PromoteSeconds = Annotated[
     float,
-    Meta(gt=0, le=7 * 86_400, description="A call that has waited so long counts as of the next class up."),
+    Meta(
+        gt=0,
+        le=7 * 86_400,
+        description="When calls of the class wait and none was taken for so many seconds, the next one "
+        "counts as of the next class up.",
+    ),
 ]
 
 
@@ -68,7 +73,7 @@ class DefaultRules(ClassRules, frozen=True, kw_only=True):
     floor: Floor = 0.25
     max_waiting: QueueSize = 512
     timeout_seconds: QueueSeconds = 3600.0
-    promote_seconds: PromoteSeconds = 300.0
+    promote_seconds: PromoteSeconds = 60.0
 
 
 class BulkRules(ClassRules, frozen=True, kw_only=True):
@@ -77,7 +82,7 @@ class BulkRules(ClassRules, frozen=True, kw_only=True):
     floor: Floor = 0.125
     max_waiting: QueueSize = 1024
     timeout_seconds: QueueSeconds = 86_400.0
-    promote_seconds: PromoteSeconds = 600.0
+    promote_seconds: PromoteSeconds = 120.0
 
 
 class Classes(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +107,7 @@ class Classes(msgspec.Struct, frozen=True, kw_only=True):
         return rules
 
     def promote_seconds(self, flow_class: FlowClass) -> float:
-        """How long a ticket waits in that class before it counts as of the next one up; inf: for ever."""
+        """How long others may pass the class over before its next call counts as of the next one up."""
         rules = self.rules(flow_class)
         return rules.promote_seconds if isinstance(rules, DefaultRules | BulkRules) else math.inf
 

@@ -173,32 +173,48 @@ def test_a_run_that_comes_in_again_has_one_ticket() -> None:
     assert admission.num_waiting == 1
 
 
-def test_who_waits_for_long_counts_as_of_the_next_class_up_and_never_as_system() -> None:
+def test_a_class_that_is_passed_over_for_long_sends_one_call_up_and_never_into_system() -> None:
     clock = Clock()
     admission = lines(clock=clock)
-    admission.enter(ticket("b", flow_class="bulk"))
-    clock.now += 599
+    for name in ("b1", "b2"):
+        admission.enter(ticket(name, flow_class="bulk"))
+    clock.now += 119
     assert admission.promote() == []
     clock.now += 1
-    assert [one.run_id for one in admission.promote()] == ["b"]
-    assert admission.first("m", "bulk") is None
-    clock.now += 300
-    assert [one.run_id for one in admission.promote()] == ["b"]
-    clock.now += 100_000
+    assert [one.run_id for one in admission.promote()] == ["b1"]
     assert admission.promote() == []
+    first = admission.first("m", "bulk")
+    assert first is not None and first.run_id == "b2"
+    clock.now += 60
+    assert [one.run_id for one in admission.promote()] == ["b1"]
+    for _ in range(9):
+        clock.now += 1000
+        admission.promote()
     assert admission.first("m", "system") is None
-    assert admission.num_waiting_of("bulk") == 1
-    assert release(admission, "interactive") == "b"
+    assert admission.num_waiting_of("bulk") == 2
+    assert release(admission, "interactive") == "b1"
     assert admission.released("e1")[0].flow_class == "interactive"
 
 
-def test_promoted_calls_share_one_share_of_the_class_that_they_reach() -> None:
+def test_a_class_that_is_served_sends_nobody_up_however_long_its_line() -> None:
+    clock = Clock()
+    admission = lines(clock=clock)
+    for number in range(100):
+        admission.enter(ticket(str(number)))
+    for _ in range(90):
+        clock.now += 59
+        assert admission.promote() == []
+        assert release(admission)
+
+
+def test_promoted_calls_have_one_share_of_the_class_that_they_reach() -> None:
     clock = Clock()
     admission = lines(clock=clock)
     for number in range(40):
         admission.enter(ticket(f"d{number}", tree=f"tree {number}"))
-    clock.now += 300
-    assert len(admission.promote()) == 40
+    for _ in range(20):
+        clock.now += 60
+        assert len(admission.promote()) == 1
     for number in range(10):
         admission.enter(ticket(f"i{number}", flow_class="interactive"))
     order = [release(admission, "interactive") for _ in range(20)]
