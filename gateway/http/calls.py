@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
 import structlog
@@ -21,7 +21,7 @@ from .access import access_of
 from .api import Request, parse
 from .requests import Prepared, find_engine
 from .state import STATE, State
-from .stream import answer_run
+from .stream import Following, Told, answer_run
 
 Prepare = Callable[[Request, Caller, EngineView, PromptLibrary], Awaitable[Prepared]]
 
@@ -48,12 +48,33 @@ class _Call:
             self.state.lineage.leave(self.turn, is_final=self.order.hints.is_final)
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A call whose run is in line. `learn` is to hear its whole answer."""
+
+    run_id: str
+    learn: Callable[[Answer], None]
+
+    async def on_end(self, told: Told) -> None:
+        """`learn`, for a follower of the run."""
+        self.learn(told.answer)
+
+
 async def answer_call(
     request: web.Request, parser: Callable[[bytes], Request], prepare: Prepare[Request]
 ) -> web.StreamResponse:
     """Starts a run and follows it to its end. Raises GatewayError for what cannot be taken."""
-    state = request.app[STATE]
     asked = await parse(parser, await request.read())
+    async with started_call(request, asked, prepare) as call:
+        return await answer_run(request, call.run_id, Following(is_ours=True, on_end=call.on_end))
+
+
+@asynccontextmanager
+async def started_call(
+    request: web.Request, asked: Request, prepare: Prepare[Request]
+) -> AsyncIterator[Started]:
+    """Starts a run; inside, its agent is known to be at work. Raises GatewayError for what is refused."""
+    state = request.app[STATE]
     access = access_of(request)
     hints = read_hints(request.headers, asked)
     caller = Caller(access.tenant, hints, access.namespace, access.flow_class)
@@ -67,7 +88,7 @@ async def answer_call(
         with _closing(call):
             run_id = await state.followers.start(call.order, place)
             place.close()
-            return await answer_run(request, run_id, on_end=call.learn, is_ours=True)
+            yield Started(run_id, call.learn)
 
 
 @contextmanager

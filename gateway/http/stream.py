@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from gateway.dialects.answer import Answer
+from gateway.dialects.answer import Answer, Endpoint
 from gateway.dialects.frames import Frame, Teller
 from gateway.dialects.table import DIALECTS
 from gateway.errors import GatewayError, InvalidField, RunNotFound
@@ -39,9 +39,12 @@ _EVENT_ID = re.compile(r"(\d{1,20})-(\d{1,20})")
 class SseStream:
     """One answer as server-sent events. Knows when it last wrote."""
 
-    def __init__(self, response: web.StreamResponse, teller: Teller, keepalive_seconds: float) -> None:
+    def __init__(
+        self, response: web.StreamResponse, teller: Teller, keepalive_seconds: float, skip: int = 0
+    ) -> None:
         self.response = response
         self._teller = teller
+        self._skip = skip  # so many frames the client has already
         self._keepalive_seconds = keepalive_seconds
         self._written = time.monotonic()
 
@@ -52,8 +55,10 @@ class SseStream:
 
     async def send(self, frames: Sequence[Frame], event_id: str | None = None) -> None:
         """One write for all that a bus event makes; only its last SSE event carries the id."""
-        if frames:
-            await self._write(_sse(frames, event_id))
+        fresh = frames[self._skip :]
+        self._skip -= len(frames) - len(fresh)
+        if fresh:
+            await self._write(_sse(fresh, event_id))
 
     async def keep_alive(self) -> None:
         """After a long silence."""
@@ -94,26 +99,38 @@ class Told:
 
     answer: Answer
     teller: Teller
-    after: str | None
+    after: str | None = None
+
+
+async def _pass(told: Told) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Following:
+    """How a client follows a run. `on_end` sees the answer before the client sees its end."""
+
+    after: str | None = None  # the last event that the client has seen
+    skip: int = 0  # or how many frames
+    streams: bool | None = None  # None: as the run's own caller asked
+    endpoint: Endpoint | None = None  # None: any
+    is_ours: bool = False  # this request started the run: it ends with this client, however early that leaves
+    on_end: Callable[[Told], Awaitable[None]] = _pass
+
+
+FROM_THE_START = Following()
 
 
 async def answer_run(
-    request: web.Request,
-    run_id: str,
-    *,
-    after: str | None = None,
-    on_end: Callable[[Answer], None] = lambda answer: None,
-    is_ours: bool = False,
+    request: web.Request, run_id: str, following: Following = FROM_THE_START
 ) -> web.StreamResponse:
     """Answers with a run, from its start or after an event id, until its end or until the client leaves.
 
-    `on_end` sees the answer before the client sees its end. `is_ours`: this request started the run, so that
-    it ends with this client even where that leaves before the first event. Raises RunNotFound, also for
-    another tenant's run, and the turn's own failure when no stream is open.
+    Raises RunNotFound, also for another tenant's run, and the turn's own failure when no stream is open.
     """
     request[RUN_KEY] = run_id
     structlog.contextvars.bind_contextvars(run=run_id)  # until the request ends (middleware.py)
-    answer = Answer(run_id)
+    answer, is_ours = Answer(run_id), following.is_ours
     state = request.app[STATE]
     state.followers.join(run_id)
     try:
@@ -121,29 +138,52 @@ async def answer_run(
         async with contextlib.aclosing(generator) as events:
             first = await anext(events)
             answer.feed(first.event)
-            access = access_of(request)
-            is_ours = answer.accepted is not None and access.sees(answer.shape.tenant)
-            if not is_ours or answer.shape.endpoint not in DIALECTS:
+            is_ours = is_shown(request, answer, following.endpoint)
+            if not is_ours:
                 raise RunNotFound(run_id)
-            teller = DIALECTS[answer.shape.endpoint].teller(answer)
-            if answer.shape.stream:
-                stream = await _open(request, teller)
-                await _send_after(after, stream, first.id, teller.begin())
-                last = await _stream(stream, Told(answer, teller, after), events, state.runs)
-                on_end(answer)
-                await _end(stream, answer, [*last, *teller.end()] if answer.failure() is None else last)
-                return stream.response
-            teller.begin()
+            told = Told(answer, DIALECTS[answer.shape.endpoint].teller(answer), following.after)
+            if answer.shape.stream if following.streams is None else following.streams:
+                return await _answer_stream(request, told, first.id, events, following)
+            told.teller.begin()
             async for entry in events:
-                _tell(teller, answer, entry)  # a body is told from the pieces that a stream would have had
+                _tell(told, entry)  # a body is told from the pieces that a stream would have had
                 await _stop_when_complete(state.runs, answer)
     finally:
-        state.followers.leave(run_id, cancel=is_ours and not answer.ended)
+        is_over = answer.ended or answer.shape.is_detached
+        state.followers.leave(run_id, cancel=is_ours and not is_over)
     failure = answer.failure()
     if failure is not None:
+        told.teller.fail(failure)
+    await following.on_end(told)
+    if failure is not None:
         raise failure
-    on_end(answer)
-    return json_response(teller.body())
+    return json_response(told.teller.body())
+
+
+def is_shown(request: web.Request, answer: Answer, endpoint: Endpoint | None = None) -> bool:
+    """Whether the caller may see this run, told as its first event says, and by this endpoint."""
+    is_seen = answer.accepted is not None and access_of(request).sees(answer.shape.tenant)
+    own = answer.shape.endpoint
+    return is_seen and own in DIALECTS and endpoint in (None, own)
+
+
+async def _answer_stream(
+    request: web.Request,
+    told: Told,
+    first_id: str,
+    events: AsyncGenerator[RunEvent, None],
+    following: Following,
+) -> web.StreamResponse:
+    answer, teller = told.answer, told.teller
+    stream = await _open(request, teller, following.skip)
+    await _send_after(told.after, stream, first_id, teller.begin())
+    last = await _stream(stream, told, events, request.app[STATE].runs)
+    failure = answer.failure()
+    closing = teller.end() if failure is None else teller.fail(failure)
+    await following.on_end(told)
+    await stream.send([*last, *closing], RUN_END_ID if failure is None else None)
+    await stream.response.write_eof()
+    return stream.response
 
 
 async def get_run(request: web.Request) -> web.StreamResponse:
@@ -159,7 +199,7 @@ async def get_run(request: web.Request) -> web.StreamResponse:
         )
     if after == RUN_END_ID:
         return web.Response(status=204)  # all was seen: an event source stops asking
-    return await answer_run(request, f"run-{found[1]}", after=after)
+    return await answer_run(request, f"run-{found[1]}", Following(after=after))
 
 
 def json_response(body: Mapping[str, Any] | msgspec.Struct, *, status: int = 200) -> web.Response:
@@ -167,10 +207,10 @@ def json_response(body: Mapping[str, Any] | msgspec.Struct, *, status: int = 200
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
-async def _open(request: web.Request, teller: Teller) -> SseStream:
+async def _open(request: web.Request, teller: Teller, skip: int) -> SseStream:
     response = web.StreamResponse(headers=STREAM_HEADERS)
     await response.prepare(request)
-    stream = SseStream(response, teller, request.app[STATE].settings.keepalive_seconds)
+    stream = SseStream(response, teller, request.app[STATE].settings.keepalive_seconds, skip)
     request[STREAM_KEY] = stream
     return stream
 
@@ -189,7 +229,7 @@ async def _stream(
                 await stream.keep_alive()
                 continue
             entry, pending = pending.result(), None
-            frames = _tell(told.teller, answer, entry)
+            frames = _tell(told, entry)
             if answer.ended:
                 return frames
             await _send_after(told.after, stream, entry.id, frames)
@@ -200,9 +240,9 @@ async def _stream(
             await asyncio.gather(pending, return_exceptions=True)
 
 
-def _tell(teller: Teller, answer: Answer, entry: RunEvent) -> list[Frame]:
-    parts = answer.feed(entry.event)
-    return teller.more(parts, entry.event if isinstance(entry.event, Tokens) else None)
+def _tell(told: Told, entry: RunEvent) -> list[Frame]:
+    parts = told.answer.feed(entry.event)
+    return told.teller.more(parts, entry.event if isinstance(entry.event, Tokens) else None)
 
 
 async def _stop_when_complete(runs: Runs, answer: Answer) -> None:
@@ -210,16 +250,6 @@ async def _stop_when_complete(runs: Runs, answer: Answer) -> None:
     if answer.is_complete and not answer.is_stopped and answer.turn_end is None:
         answer.is_stopped = True
         await runs.cancel(answer.run_id)
-
-
-async def _end(stream: SseStream, answer: Answer, frames: Sequence[Frame]) -> None:
-    failure = answer.failure()
-    if failure is not None:
-        await stream.send(frames)
-        await stream.fail(failure)
-    else:
-        await stream.send(frames, RUN_END_ID)
-    await stream.response.write_eof()
 
 
 async def _send_after(after: str | None, stream: SseStream, event_id: str, frames: Sequence[Frame]) -> None:

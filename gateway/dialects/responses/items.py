@@ -146,7 +146,7 @@ class FunctionCall(OpenItem):
 
 @dataclass(slots=True, kw_only=True)
 class CustomCall(OpenItem):
-    """A call with text. The model wrote it as the one field of an object, so it is told when that is whole."""
+    """A call with text. The model wrote it as the one field of an object: it is told when that is whole."""
 
     called_as: CalledAs
     call_id: str
