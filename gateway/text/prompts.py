@@ -22,6 +22,7 @@ from workers.messages import TokenizerBundle
 from .boundaries import PROBE, Frame, Frames
 from .control_tokens import Marks
 from .parsing import Reading, call_format, parameter_types, thinking_tags
+from .spellings import is_system, takes_late_system, with_empty_contents, with_reminders
 from .template import BrokenTemplate, compiled, strftime_now
 from .tokenizer import AnswerPlace, PromptTokenizer, Span, span_keys
 from .written import WrittenCalls, restore, said_links
@@ -87,6 +88,7 @@ class Prompts:
         self._written = WrittenCalls()
         self._call_format = call_format(bundle.chat_template)
         self._thinking = thinking_tags(bundle.chat_template)
+        self._takes_late_system = takes_late_system(self._probe_text)
 
     async def encode(
         self, conversation: Conversation, *, max_tokens: int, scope: bytes = b""
@@ -160,7 +162,7 @@ class Prompts:
 
     def _frame(self, conversation: Conversation) -> Frame:
         """What the prompts of this system part share: two small renderings, once for each."""
-        system = list(itertools.takewhile(_is_system, conversation.messages))
+        system = list(itertools.takewhile(is_system, conversation.messages))
         today = strftime_now("%F") if self._is_dated else ""
         made_of = repr((system, conversation.tools, conversation.variables, today))
         key = hashlib.blake2b(made_of.encode(errors="surrogatepass"), digest_size=16).digest()
@@ -189,6 +191,8 @@ class Prompts:
         if isinstance(self._template, BrokenTemplate):
             raise GatewayError("broken_template", self._template.message)
         messages = [self._prepare(message) for message in conversation.messages]
+        if not self._takes_late_system:
+            messages = with_reminders(messages)
         conversation = Conversation(messages, conversation.tools, conversation.variables)
         control = self.tokenizer.control
         marks = None
@@ -198,10 +202,10 @@ class Prompts:
         try:
             return Rendered(self._fill(conversation), marks)
         except InvalidField:
-            spelled_out = _with_empty_contents(conversation)
+            spelled_out = with_empty_contents(conversation.messages)
             if spelled_out is None:
                 raise
-        return Rendered(self._fill(spelled_out), marks)
+        return Rendered(self._fill(replace(conversation, messages=spelled_out)), marks)
 
     def learn(
         self,
@@ -222,6 +226,12 @@ class Prompts:
                 reading = Reading(thinking=self._thinking, is_thinking=is_open)
             reading = structs.replace(reading, calls=self._call_format)
             self._written.learn(place.prefix, text, reading, scope=scope, said_before=place.said)
+
+    def _probe_text(self, messages: Sequence[Message]) -> str | None:
+        try:
+            return self._fill(Conversation(messages)) if isinstance(self._template, jinja2.Template) else None
+        except InvalidField:
+            return None
 
     def _fill(self, conversation: Conversation) -> str:
         assert isinstance(self._template, jinja2.Template)
@@ -302,10 +312,6 @@ def _ends_in(literal: str, spans: Sequence[Span]) -> bool:
     return last is not None and not last.is_literal and last.text.rstrip().endswith(literal)
 
 
-def _is_system(message: Message) -> bool:
-    return message["role"] in ("system", "developer")
-
-
 def is_small(*values: Any) -> bool:
     """Whether walking and rendering these takes about a millisecond. Looks no further than it must."""
     left = INLINE_RENDER_CHARS
@@ -320,21 +326,6 @@ def is_small(*values: Any) -> bool:
         elif isinstance(value, list):
             open_values += value
     return left >= 0
-
-
-def _with_empty_contents(conversation: Conversation) -> Conversation | None:
-    """The content "" where an assistant only calls tools; None where no message is such."""
-    is_bare = [
-        message["role"] == "assistant" and bool(message.get("tool_calls")) and "content" not in message
-        for message in conversation.messages
-    ]
-    if not any(is_bare):
-        return None
-    messages = [
-        {**message, "content": ""} if bare else message
-        for message, bare in zip(conversation.messages, is_bare, strict=True)
-    ]
-    return Conversation(messages, conversation.tools, conversation.variables)
 
 
 def _strings(conversation: Conversation) -> Iterator[str]:
