@@ -1,4 +1,4 @@
-"""Other spellings of a conversation, for templates that refuse the first. Nothing is moved or left out. Pure."""
+"""Other spellings of a conversation, for templates that refuse the first. Nothing is moved. Pure."""
 
 from __future__ import annotations
 
