@@ -347,7 +347,8 @@ def _describe(annotation: Any) -> str:
         elif typing.get_origin(bare) is typing.Literal:
             words.append("one of " + ", ".join(str(choice) for choice in typing.get_args(bare)))
         elif _is_list(bare):
-            words.append("a list of " + str(_WORDS.get(typing.get_args(bare)[0], "values")))
+            item = typing.get_args(bare)[0]
+            words.append("a list of " + (", ".join(_choices(item)) or str(_WORDS.get(item, "values"))))
         else:
             words.append(str(_WORDS.get(bare, bare)) + (_limits(option) or outer))
     return " or ".join(words)
