@@ -141,6 +141,7 @@ async def answer_run(
             is_ours = is_shown(request, answer, following.endpoint)
             if not is_ours:
                 raise RunNotFound(run_id)
+            is_ours = answer.shape.tenant == access_of(request).tenant  # an onlooker takes nothing along
             told = Told(answer, DIALECTS[answer.shape.endpoint].teller(answer), following.after)
             if answer.shape.stream if following.streams is None else following.streams:
                 return await _answer_stream(request, told, first.id, events, following)
