@@ -44,6 +44,7 @@ KINDS: dict[str, ErrorKind] = {
     # cannot now
     "rate_limited": ErrorKind(429, "rate_limit_error", retryable=True),
     "overloaded": ErrorKind(429, "rate_limit_error", retryable=True),
+    "queue_timeout": ErrorKind(503, SERVER, retryable=True),
     "no_engine": ErrorKind(503, SERVER, retryable=True),
     "bus_unavailable": ErrorKind(503, SERVER, retryable=True),
     "engine_lost": ErrorKind(503, SERVER, retryable=True),

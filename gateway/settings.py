@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from gateway.aliases import USUAL_ALIASES, parse_aliases
 from gateway.callers.scopes import USUAL_SCOPES, Scope
+from gateway.flow.classes import Classes
 from metrics.settings import load
 
 SECTION = "gateway"
@@ -84,8 +85,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=4096, description="Bytes at which the audit log is set aside; one older file is kept."),
     ] = 16 << 20
     max_waiting: Annotated[
-        int, Meta(ge=1, le=100_000, description="Calls that may wait in line; more get 429.")
-    ] = 64
+        int,
+        Meta(ge=1, le=100_000, description="Calls of all classes that may wait in line; more get 429."),
+    ] = 1024
     body_limit_bytes: Annotated[
         int, Meta(ge=1024, le=1 << 30, description="Largest request body, in bytes.")
     ] = 8 << 20
@@ -127,6 +129,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Folder for the bus's data, tokens and logs.", extra={"variable": "TETRARCH_HOME"}),
     ] = None
     log_level: Annotated[LogLevel, Meta(description="Least urgent log line to print.")] = "info"
+    classes: Classes = Classes()
 
     def __post_init__(self) -> None:
         if self.redis_url is not None and not re.match(r"(unix|rediss?)://.", self.redis_url):

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from .engine_figures import OTHER, EngineFigures, EngineSample
+from .flow_figures import FlowFigures
 from .quantiles import QUANTILES, Ring
 
 MAX_ENGINES = 16
@@ -164,6 +165,7 @@ class Instruments:
         self._engines = EngineFigures()
         self.registry.register(self._workers)
         self.registry.register(self._engines)
+        self.flow = FlowFigures(self.registry)
         by_place = ["engine", "worker"]
         self._histograms = {
             quantity.name: Histogram(

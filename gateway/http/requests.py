@@ -162,6 +162,7 @@ def _order(
         tenant=caller.tenant,
         namespace=caller.namespace,
         hints=caller.hints,
+        flow=caller.flow,
         request=msgspec.msgpack.encode(shape),
     )
 
