@@ -94,6 +94,20 @@ async def test_a_group_shares_runs_and_only_an_admin_sees_those_of_others(gatewa
         assert (await gateway.get(f"{CHAT}/{run}", headers=headers))[0] == status
 
 
+async def test_an_admin_that_looks_on_and_leaves_takes_no_run_along(gateway: Gateway) -> None:
+    mine, admin = bearer(gateway, "a"), bearer(gateway, "root", scopes=("admin",))
+    await gateway.post(json.dumps(HELLO).encode(), headers=mine | JSON)
+    order = gateway.runs.last.order
+    gateway.runs.script = lambda order: [30.0, *words("late")(order)]
+    run_id = await gateway.runs.start(order)
+    for headers, cancelled in ((admin, []), (mine, [run_id])):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await gateway.get(f"{CHAT}/{run_id}", headers=headers)
+        await asyncio.sleep(0.1)
+        assert gateway.runs.cancelled == cancelled
+
+
 async def test_tenants_share_prefixes_only_where_settings_say(start: Start) -> None:
     gateway = await start(shared_prefixes=("a", "b", "local"))
     told = {}
