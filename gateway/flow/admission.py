@@ -226,11 +226,10 @@ class Admission:
         for one in held:
             counts[one.flow_class] += 1
         owed = {name: self.classes.floor_places(name, places) - counts[name] for name in CLASSES}
-        if owed[flow_class] > 0:
-            return free
         above = CLASSES[: CLASSES.index(flow_class)]
         kept = [name for name in CLASSES if name in above or self._queues.get((line, name))]
-        return max(0, free - sum(max(0, owed[name]) for name in kept))
+        others = sum(max(0, owed[name]) for name in kept if name != flow_class)
+        return max(0, min(free, owed[flow_class]), free - others)
 
     def waiting(self, line: str, flow_class: FlowClass) -> list[Ticket]:
         """The tickets that came into a line with that class."""

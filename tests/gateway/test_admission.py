@@ -92,17 +92,13 @@ def test_room_is_two_turns_a_worker_and_one_released_turn_moves_with_its_engine(
 
 def test_bulk_alone_has_a_turn_for_every_worker_but_not_the_places_of_those_above() -> None:
     admission = lines()
-    assert [admission.room("e", 4, "m", name) for name in CLASSES] == [8, 8, 8, 8]
+    assert [admission.room("e", 4, "m", name) for name in CLASSES] == [8, 7, 6, 4]
     for number in range(8):
         admission.enter(ticket(str(number), flow_class="bulk"))
     while admission.room("e1", 4, "m", "bulk"):
         assert release(admission, "bulk")
     assert len(admission.released("e1")) == 4
-    assert admission.room("e1", 4, "m", "default") == 4
-    for _ in range(2):
-        admission.enter(ticket("d", flow_class="default"))
-        release(admission, "default")
-    assert admission.room("e1", 4, "m", "interactive") == 4 - 1
+    assert [admission.room("e1", 4, "m", name) for name in CLASSES] == [4, 3, 2, 0]
 
 
 @pytest.mark.parametrize("workers", range(1, 17))
@@ -125,7 +121,7 @@ def test_a_lower_class_that_waits_gets_its_floor_of_a_flood_from_above() -> None
         release(admission, "interactive")
     # one is kept for system, one for the bulk call that waits; nobody waits for the default class
     assert len(admission.released("e1")) == 6
-    assert admission.room("e1", 4, "m", "bulk") == 2
+    assert admission.room("e1", 4, "m", "bulk") == 1
     release(admission, "bulk")
     assert admission.room("e1", 4, "m", "interactive") == 0
     assert admission.room("e1", 4, "m", "system") == 1
