@@ -30,6 +30,9 @@ class Order:
     generated_tokens: int = 0  # as in Submit
     grammar: Grammar | None = None  # as in Submit
     flow: FlowHints = NORMAL
+    prefers: str = (
+        ""  # the engine that holds what the prompt begins with; it goes there unless that costs seconds
+    )
     request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer
 
     @property

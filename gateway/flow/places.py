@@ -200,7 +200,8 @@ class Places:
                 continue
             options = {engine.info.engine_id: (engine, self._candidate(engine, order)) for engine in engines}
             fitting = [c for engine, c in options.values() if self._fits(engine, c, ticket)]
-            sticky = self._memory.last_engine((order.agent, order.parent, order.session))
+            kin = (order.agent, order.parent, order.session)
+            sticky = order.prefers or self._memory.last_engine(kin)
             route = pick(order.prompt_tokens, fitting, sticky)
             if route is None:
                 return None

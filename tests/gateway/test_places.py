@@ -205,6 +205,21 @@ def test_a_turn_goes_to_the_engine_that_has_its_pages() -> None:
     assert gate.released() == ["c"]
 
 
+def test_a_turn_prefers_the_engine_that_is_told_to_hold_its_prompt_while_that_costs_little() -> None:
+    gate = Gate(an_engine("e"), an_engine("f"))
+    order = Order(
+        engine=gate.engines[0], token_ids=os.urandom(400), max_tokens=9, sampling=Sampling(), prefers="f"
+    )
+    gate.places.enter("near", order)
+    gate.enter("cold", 100)
+    assert gate.released() == ["near", "cold"]
+    assert list(gate.held("f")) == ["near"]
+    for number in range(3):
+        gate.places.enter(str(number), order)
+        gate.released()
+    assert len(gate.held("e")) > 1  # three seconds dearer, and it goes elsewhere
+
+
 def test_a_full_class_is_told_when_it_will_have_room_from_measured_rates() -> None:
     """Half of 4 x (100 tokens / 100 per second + 20 / 10) = 6 s, at two engines."""
     classes = Classes(default=DefaultRules(max_waiting=4))
