@@ -34,6 +34,8 @@ KINDS: dict[str, ErrorKind] = {
     "not_found": ErrorKind(404, INVALID),
     "model_not_found": ErrorKind(404, INVALID),
     "run_not_found": ErrorKind(404, INVALID),
+    "response_not_found": ErrorKind(404, INVALID),
+    "previous_response_not_found": ErrorKind(400, INVALID),
     "method_not_allowed": ErrorKind(405, INVALID),
     "idempotency_conflict": ErrorKind(409, INVALID),
     "run_ended": ErrorKind(409, INVALID),
@@ -55,6 +57,8 @@ KINDS: dict[str, ErrorKind] = {
     "internal_error": ErrorKind(500, SERVER),
     # ours, and another try would end the same
     "broken_template": ErrorKind(500, SERVER),
+    "grammar_error": ErrorKind(400, INVALID),  # the gateway checks most schemas before
+    "grammar_dead_end": ErrorKind(500, SERVER),
     "row_fault": ErrorKind(500, SERVER),
     "out_of_pages": ErrorKind(500, SERVER),
     "upgrade_engine": ErrorKind(500, SERVER),

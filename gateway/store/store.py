@@ -10,6 +10,7 @@ from .heartbeats import Heartbeats
 from .idempotency import Idempotency
 from .ids import IdStore
 from .index import RunIndex
+from .responses import ResponseStore
 from .results import ResultStore
 from .session_log import SessionLog
 from .tree_usage import TreeUsage
@@ -25,6 +26,7 @@ class Store:
     bus: Bus
     idempotency: Idempotency
     results: ResultStore
+    responses: ResponseStore
     ids: IdStore
     index: RunIndex
     session_log: SessionLog
@@ -33,14 +35,15 @@ class Store:
 
 
 def store_in(bus: Bus, kept_bytes: int = KEPT_BYTES) -> Store:
-    """The store in a bus, which need not be there yet. `kept_bytes`: of ids, results and logs together."""
+    """The store in a bus, which need not be there yet. `kept_bytes`: of all that is large."""
     return Store(
         bus=bus,
         idempotency=Idempotency(bus),
-        results=ResultStore(bus, max_bytes=kept_bytes * 3 // 10),
+        results=ResultStore(bus, max_bytes=kept_bytes // 5),
+        responses=ResponseStore(bus, max_bytes=kept_bytes * 3 // 20),
         ids=IdStore(bus, max_bytes=kept_bytes // 2),
         index=RunIndex(bus),
-        session_log=SessionLog(bus, max_bytes=kept_bytes // 5),
+        session_log=SessionLog(bus, max_bytes=kept_bytes * 3 // 20),
         tree_usage=TreeUsage(bus),
         heartbeats=Heartbeats(bus),
     )

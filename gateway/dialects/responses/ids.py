@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import re
 import zlib
+from dataclasses import dataclass
 
 MAX_REASONING_BYTES = 4 << 20
 _SEAL = "ttr1."
+_INPUT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlace:
+    """An item of a response's output, or of its input."""
+
+    response: str
+    index: int
+    is_input: bool
 
 
 def response_id(run_id: str) -> str:
@@ -23,10 +33,19 @@ def run_id_of(response: str) -> str | None:
     return f"run-{found[1]}" if found is not None else None
 
 
-def item_id(prefix: str, response: str, index: int | str) -> str:
-    """Of one item of a response, such as `msg_<48 hex>`."""
-    digest = hashlib.blake2b(f"{response}/{index}".encode(), digest_size=24).hexdigest()
-    return f"{prefix}_{digest}"
+def item_id(prefix: str, response: str, index: int, *, is_input: bool = False) -> str:
+    """Of one item of a response, such as `msg_<40 hex>`: it tells which response and which item."""
+    place = index | _INPUT if is_input else index
+    return f"{prefix}_{response.removeprefix('resp_')}{place:08x}"
+
+
+def item_place(item: str) -> ItemPlace | None:
+    """Where the item of that id is; None for what is no id of ours."""
+    found = re.fullmatch(r"[a-z]+_([0-9a-f]{32})([0-9a-f]{8})", item)
+    if found is None:
+        return None
+    place = int(found[2], 16)
+    return ItemPlace(f"resp_{found[1]}", place & ~_INPUT, is_input=bool(place & _INPUT))
 
 
 def seal_reasoning(text: str) -> str:

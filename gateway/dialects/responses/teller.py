@@ -37,6 +37,11 @@ class ResponsesTeller:
         self._logprobs: list[Any] = []  # of text that is still held back
         self._final: Body | None = None
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response may be read later."""
+        return self._echo.is_stored
+
     def begin(self) -> list[Frame]:
         created = self.snapshot("queued" if self._echo.is_background else "in_progress")
         return self._frames(

@@ -1,0 +1,61 @@
+"""Runs that are followed without a client: to their end for background responses, so far for a look at one.
+
+Owns the tasks that do it. Knows no items.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import cast
+
+from aiohttp import web
+
+from gateway.dialects.answer import Answer
+from gateway.dialects.table import DIALECTS
+from gateway.errors import RunNotFound
+from gateway.http.stream import Told, stop_when_complete, tell
+from gateway.runs.runs import RunEvent, Runs
+from gateway.tasks import Tasks
+
+BACKGROUND = web.AppKey("background", Tasks)
+
+
+async def end_background(app: web.Application) -> AsyncIterator[None]:
+    """Keeps the tasks of one application; for its cleanup_ctx."""
+    app[BACKGROUND] = Tasks()
+    yield
+    await app[BACKGROUND].end()
+
+
+async def follow(
+    stack: contextlib.AsyncExitStack, runs: Runs, run_id: str, on_end: Callable[[Told], Awaitable[None]]
+) -> None:
+    """Follows a run to its end. What is in `stack` lasts as long."""
+    async with stack:
+        told = await told_run(runs, run_id, None)
+        await on_end(told)
+
+
+async def told_run(runs: Runs, run_id: str, seconds: float | None) -> Told:
+    """A run told up to its end, or for so long; at least its first event. Raises RunNotFound."""
+    answer = Answer(run_id)
+    generator = cast(AsyncGenerator[RunEvent, None], runs.events(run_id))
+    async with contextlib.aclosing(generator) as events:
+        answer.feed((await anext(events)).event)
+        if answer.shape.endpoint not in DIALECTS:
+            raise RunNotFound(run_id)
+        told = Told(answer, DIALECTS[answer.shape.endpoint].teller(answer))
+        told.teller.begin()
+        if seconds == 0:
+            return told
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                async for entry in events:
+                    tell(told, entry)
+                    await stop_when_complete(runs, answer)
+    failure = answer.failure()
+    if failure is not None:
+        told.teller.fail(failure)
+    return told

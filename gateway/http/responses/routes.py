@@ -1,0 +1,62 @@
+"""The rows of the Responses API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.http.route import Parameter, Route
+
+from .body import ResponsesRequest
+from .endpoints import delete_response, get_input_items, get_response, post_cancel, post_response
+
+ROUTES = (
+    Route(
+        method="POST",
+        path="/v1/responses",
+        call=post_response,
+        scope="control",
+        summary="Answers a conversation of items.",
+        body=ResponsesRequest,
+        events=dict[str, Any],
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{id}",
+        call=get_response,
+        scope="read",
+        summary="A response as stored, or as far as it has come; or its events again.",
+        events=dict[str, Any],
+        parameters=(
+            Parameter("stream", "true: the events instead of the whole."),
+            Parameter("starting_after", "The sequence number of the last event that was seen.", type=int),
+        ),
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/responses/{id}",
+        call=delete_response,
+        scope="control",
+        verb="delete_response",
+        summary="Forgets a stored response; a running one ends.",
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/{id}/cancel",
+        call=post_cancel,
+        scope="control",
+        verb="cancel_response",
+        summary="Ends a running response.",
+    ),
+    Route(
+        method="GET",
+        path="/v1/responses/{id}/input_items",
+        call=get_input_items,
+        scope="read",
+        summary="What a stored response was asked.",
+        parameters=(
+            Parameter("limit", "Items of a page, 1 to 100.", type=int),
+            Parameter("order", "asc or desc (as usual)."),
+            Parameter("after", "The id of the last item of the page before."),
+        ),
+    ),
+)

@@ -1,0 +1,64 @@
+"""Responses of OpenAI's API that a caller may read or go on from: their input, and at the end their body.
+
+Owns their shape and size in the bus. Knows neither runs nor items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from gateway.bus import Bus
+
+from .keys import WEEK_SECONDS, run_key
+from .shelf import Shelf
+
+MAX_RESPONSE_BYTES = 1 << 20
+"""Larger ones are not kept."""
+
+
+class StoredResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`chain`: the ids of the responses that came before in the conversation, the first one first."""
+
+    tenant: str = ""
+    chain: tuple[str, ...] = ()
+    items: bytes = b"[]"  # JSON: the input items of this one's own request
+    body: bytes = b""  # JSON: the whole response; b"" before its end
+    is_deleted: bool = False
+
+
+class ResponseStore:
+    """Stored responses by id, for a week after they were last used."""
+
+    def __init__(self, bus: Bus, *, max_bytes: int = 24 << 20) -> None:
+        self._shelf = Shelf(bus, "responses", max_bytes=max_bytes, seconds=WEEK_SECONDS, key=_key)
+
+    async def put(self, response: str, stored: StoredResponse) -> None:
+        """Keeps it, and all that its conversation needs as long. A repeat replaces. Raises BusLost."""
+        await self._shelf.put(response, _encode(stored), stored.chain)
+
+    async def get(self, responses: Sequence[str]) -> list[StoredResponse | None]:
+        """None for each that is not there, or no more. Raises BusLost."""
+        return [None if found is None else _read(found) for found in await self._shelf.get(responses)]
+
+
+def fits(stored: StoredResponse) -> bool:
+    """Whether it is small enough to be kept."""
+    return len(stored.items) + len(stored.body) <= MAX_RESPONSE_BYTES
+
+
+def _key(response: str) -> str:
+    return run_key(response, "response")
+
+
+def _read(encoded: bytes) -> StoredResponse | None:
+    try:
+        return _decode(encoded)
+    except msgspec.MsgspecError:  # a newer gateway's
+        return None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(StoredResponse).decode
