@@ -31,7 +31,17 @@ class Silence:
     frames: Sequence[Frame] = ()
 
 
-class Teller(Protocol):
+class Voice(Protocol):
+    """What a stream needs of whoever tells it."""
+
+    def silence(self) -> Silence:
+        """A keep-alive."""
+
+    def fail(self, error: GatewayError) -> list[Frame]:
+        """It ended without an answer. Nothing follows."""
+
+
+class Teller(Voice, Protocol):
     """Tells one `Answer`, which is fed before each call. A resumed stream is told again from the start, so
     that equal events must make equal frames. A whole body is told in the same way, its frames unused.
     """
@@ -42,14 +52,8 @@ class Teller(Protocol):
     def more(self, parts: Sequence[Part], tokens: Tokens | None) -> list[Frame]:
         """Further parts of the answer; `tokens` is the event that brought them, if it was one of tokens."""
 
-    def silence(self) -> Silence:
-        """A keep-alive."""
-
     def end(self) -> list[Frame]:
         """The run ended with an answer."""
-
-    def fail(self, error: GatewayError) -> list[Frame]:
-        """It ended without one. Nothing follows."""
 
     def body(self) -> Body:
         """The whole answer of a run that ended with one, for callers that do not stream."""

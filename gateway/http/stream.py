@@ -18,7 +18,7 @@ import structlog
 from aiohttp import web
 
 from gateway.dialects.answer import Answer, Endpoint
-from gateway.dialects.frames import Frame, Teller
+from gateway.dialects.frames import Frame, Teller, Voice
 from gateway.dialects.table import DIALECTS
 from gateway.errors import GatewayError, InvalidField, RunNotFound
 from gateway.runs.event_ids import id_pair
@@ -40,7 +40,7 @@ class SseStream:
     """One answer as server-sent events. Knows when it last wrote."""
 
     def __init__(
-        self, response: web.StreamResponse, teller: Teller, keepalive_seconds: float, skip: int = 0
+        self, response: web.StreamResponse, teller: Voice, keepalive_seconds: float, skip: int = 0
     ) -> None:
         self.response = response
         self._teller = teller
@@ -147,8 +147,8 @@ async def answer_run(
                 return await _answer_stream(request, told, first.id, events, following)
             told.teller.begin()
             async for entry in events:
-                _tell(told, entry)  # a body is told from the pieces that a stream would have had
-                await _stop_when_complete(state.runs, answer)
+                tell(told, entry)  # a body is told from the pieces that a stream would have had
+                await stop_when_complete(state.runs, answer)
     finally:
         is_over = answer.ended or answer.shape.is_detached
         state.followers.leave(run_id, cancel=is_ours and not is_over)
@@ -230,23 +230,24 @@ async def _stream(
                 await stream.keep_alive()
                 continue
             entry, pending = pending.result(), None
-            frames = _tell(told, entry)
+            frames = tell(told, entry)
             if answer.ended:
                 return frames
             await _send_after(told.after, stream, entry.id, frames)
-            await _stop_when_complete(runs, answer)
+            await stop_when_complete(runs, answer)
     finally:
         if pending is not None:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
 
 
-def _tell(told: Told, entry: RunEvent) -> list[Frame]:
+def tell(told: Told, entry: RunEvent) -> list[Frame]:
+    """The frames of one more event."""
     parts = told.answer.feed(entry.event)
     return told.teller.more(parts, entry.event if isinstance(entry.event, Tokens) else None)
 
 
-async def _stop_when_complete(runs: Runs, answer: Answer) -> None:
+async def stop_when_complete(runs: Runs, answer: Answer) -> None:
     """Ends a turn that says more than its caller wants."""
     if answer.is_complete and not answer.is_stopped and answer.turn_end is None:
         answer.is_stopped = True
