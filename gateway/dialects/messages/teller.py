@@ -32,7 +32,7 @@ class MessagesTeller:
     def begin(self) -> list[Frame]:
         """At once, before the prompt is read: what of it was cached is told at the end."""
         usage = Usage(prompt_tokens=self._answer.num_prompt_tokens)
-        return [frame("message_start", message=self._message([], usage)), PING]
+        return [frame("message_start", message=self._message([], usage_body(usage))), PING]
 
     def more(self, parts: Sequence[Part], tokens: Tokens | None) -> list[Frame]:
         num_tokens = len(tokens.token_ids) // 4 if tokens is not None else 0
@@ -43,19 +43,17 @@ class MessagesTeller:
 
     def end(self) -> list[Frame]:
         """A call that was cut off is closed too, as all blocks must be; the stop reason tells it."""
-        ending = frame(
-            "message_delta", delta=self._stop(), usage=usage_body(self._answer.usage), **self._derail()
-        )
+        ending = frame("message_delta", delta=self._stop(), usage=self._usage(), **self._derail())
         return [*self._blocks.close(), ending, frame("message_stop")]
 
     def fail(self, error: GatewayError) -> list[Frame]:
         return [Frame(messages_error(error), event="error")]
 
     def body(self) -> Body:
-        message = self._message(self._blocks.bodies(), self._answer.usage)
+        message = self._message(self._blocks.bodies(), self._usage())
         return {**message, **self._stop(), **self._derail()}
 
-    def _message(self, content: list[Body], usage: Usage) -> Body:
+    def _message(self, content: list[Body], usage: Body) -> Body:
         assert self._answer.accepted is not None
         return {
             "id": f"msg_{self._answer.run_id.removeprefix('run-')}",
@@ -65,7 +63,7 @@ class MessagesTeller:
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_body(usage),
+            "usage": usage,
         }
 
     def _stop(self) -> Body:
@@ -74,6 +72,12 @@ class MessagesTeller:
         if stop_text is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_text}
         return {"stop_reason": STOP_REASONS[self._answer.finish_reason], "stop_sequence": None}
+
+    def _usage(self) -> Body:
+        usage = usage_body(self._answer.usage)
+        if self._answer.num_thinking:
+            usage["output_tokens_details"] = {"thinking_tokens": self._answer.num_thinking}
+        return usage
 
     def _derail(self) -> Body:
         derail = self._answer.derail

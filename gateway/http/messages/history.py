@@ -5,6 +5,7 @@ An assistant's blocks become one message again, as the model wrote it, so that i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -119,7 +120,7 @@ class History:
         call_id, name = need(block, "id", str, where), need(block, "name", str, where)
         self._names[call_id] = name
         function = {"name": name, "arguments": need(block, "input", dict, where)}
-        return {"id": call_id, "type": "function", "function": function}
+        return {"id": _plain_id(call_id), "type": "function", "function": function}
 
     def _result(self, block: Block, where: str) -> ChatMessage:
         call_id = need(block, "tool_use_id", str, where)
@@ -136,7 +137,7 @@ class History:
         text = join(texts)
         if may(block, "is_error", bool, where, default=False) and "error" not in text[:200].lower():
             text = f"Error: {text}"
-        message: ChatMessage = {"role": "tool", "tool_call_id": call_id, "content": text}
+        message: ChatMessage = {"role": "tool", "tool_call_id": _plain_id(call_id), "content": text}
         return {**message, "name": self._names[call_id]} if call_id in self._names else message
 
     def _addition(self, tool: Block, where: str) -> str:
@@ -147,6 +148,11 @@ class History:
 
     def _say(self, role: str, texts: Sequence[str]) -> None:
         self.messages.append({"role": role, "content": join([*texts])})
+
+
+def _plain_id(call_id: str) -> str:
+    """Nine letters and digits: Mistral's templates refuse any other id, and no template needs the client's."""
+    return hashlib.blake2b(call_id.encode(errors="replace"), digest_size=5).hexdigest()[:9]
 
 
 def read_history(system: Any, messages: Sequence[MessageParam], tools: Tools) -> History:

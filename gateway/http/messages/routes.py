@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 from msgspec import Struct
 
@@ -18,6 +16,7 @@ from gateway.http.state import STATE
 from gateway.http.stream import json_response
 
 from .body import MessagesRequest, PromptRequest, in_our_words, parse_messages, parse_prompt
+from .shapes import Message, MessageEvent, MessagesErrorBody
 
 
 class TokenCount(Struct, frozen=True):
@@ -54,7 +53,9 @@ ROUTES = (
         scope="control",
         summary="Answers a conversation.",
         body=MessagesRequest,
-        events=dict[str, Any],
+        answers={200: Message},
+        events=MessageEvent,
+        error=MessagesErrorBody,
     ),
     Route(
         method="POST",
@@ -64,6 +65,7 @@ ROUTES = (
         summary="How many tokens a conversation's prompt has.",
         body=PromptRequest,
         answers={200: TokenCount},
+        error=MessagesErrorBody,
         is_limited=False,
     ),
 )
