@@ -115,6 +115,7 @@ class FunctionSchema(Struct, frozen=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Struct, frozen=True):
@@ -124,10 +125,20 @@ class Tool(Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
-class ResponseFormat(Struct, frozen=True):
-    """Only plain text: anything else is refused instead of silently dropped."""
+class JsonSchemaFormat(Struct, frozen=True):
+    """A schema for the answer's content. It is enforced, whatever `strict` says."""
 
-    type: Literal["text"] = "text"
+    name: str
+    schema: dict[str, Any] | bool | None = None  # None: any object
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """What the content must be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchemaFormat | None = None
 
 
 class ChatRequest(CommonRequest, frozen=True, kw_only=True):
@@ -191,8 +202,6 @@ def chat_request(fields: dict[str, Any]) -> ChatRequest:
     check_common(request, fields)
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_field("top_logprobs", request.top_logprobs)
-    if request.tool_choice not in ("auto", "none"):
-        raise bad_field("tool_choice", request.tool_choice)
     for name in ("messages", "tools"):
         if name in request.chat_template_kwargs:
             raise bad_field("chat_template_kwargs", name)

@@ -66,11 +66,13 @@ REMEDIES = {
     "expected_output_tokens": "a whole number from 1",
     "top_logprobs": "a whole number from 0 to 20, with logprobs true",
     "tools": "a list of {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}",
-    "tool_choice": "'auto' or 'none': a call cannot be forced yet, so ask for it in the prompt",
+    "tool_choice": "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
     "parallel_tool_calls": "true or false",
     "tool_calls": "a list of {'id': ..., 'function': {'name': ..., 'arguments': ...}}",
     "chat_template_kwargs": "an object with the template's variables, except messages and tools",
-    "response_format": "{'type': 'text'}: structured output is not supported yet",
+    "json_schema": "an object {'name': ..., 'schema': {...}}",
+    "strict": "true or false",
+    "response_format": "an object of type 'text', 'json_object' or 'json_schema' with its 'json_schema'",
 }
 _PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
 _STEP = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")

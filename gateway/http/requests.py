@@ -33,6 +33,7 @@ from workers.messages import EngineInfo, Finished, Sampling
 
 from .api import ChatRequest, CommonRequest, CompletionRequest
 from .fields import MAX_NESTING, bad_field, is_deep
+from .wanting import wants_of
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +77,9 @@ async def prepare_chat(
     request: ChatRequest, caller: Caller, engine: EngineView, library: PromptLibrary
 ) -> Prepared:
     """The order of a chat call. Raises InvalidField."""
+    wants = wants_of(request) if is_small(request.raw_tools) else await asyncio.to_thread(wants_of, request)
     prompts, prompt = await encode_chat(request, caller, engine, library, engine.info.context_length)
+    grammar = await library.grammars.grammar(wants, prompts.call_form, prompts.thought(prompt))
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     shape = AnswerShape(
         endpoint=request.endpoint,
@@ -90,7 +93,9 @@ async def prepare_chat(
         ),
     )
     order = _order(request, caller, engine, prompt.token_ids, top_logprobs, shape)
-    order = replace(order, system_tokens=prompt.system_tokens, turn_tokens=prompt.turn_tokens)
+    order = replace(
+        order, system_tokens=prompt.system_tokens, turn_tokens=prompt.turn_tokens, grammar=grammar
+    )
     return Prepared(order, prompts, prompt.place, caller.scope)
 
 

@@ -21,8 +21,9 @@ from workers.messages import TokenizerBundle
 
 from .boundaries import PROBE, Frame, Frames
 from .control_tokens import Marks
-from .parsing import Reading, call_format, parameter_types, thinking_tags
+from .parsing import Reading, parameter_types, thinking_tags
 from .spellings import is_system, takes_late_system, with_empty_contents, with_reminders
+from .structured import CallForm, GrammarChecks, Thought
 from .template import BrokenTemplate, compiled, strftime_now
 from .tokenizer import AnswerPlace, PromptTokenizer, Span, span_keys
 from .written import WrittenCalls, restore, said_links
@@ -64,6 +65,7 @@ class EncodedPrompt:
     system_tokens: int = 0
     turn_tokens: int = 0
     is_thinking: bool = False  # it ends in an open thought
+    has_thought: bool = False  # it ends in a thought that is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class Prompts:
         self._is_dated = "strftime_now" in bundle.chat_template
         self._frames = Frames()
         self._written = WrittenCalls()
-        self._call_format = call_format(bundle.chat_template)
+        self.call_form = CallForm.of(bundle.chat_template)
+        self._call_format = self.call_form.format
         self._thinking = thinking_tags(bundle.chat_template)
         self._takes_late_system = takes_late_system(self._probe_text)
 
@@ -117,6 +120,7 @@ class Prompts:
             system_tokens=encoded.num_tokens(0, system_end),
             turn_tokens=encoded.num_tokens(0, layout.frame.turn_end(encoded.keys)),
             is_thinking=self._thinking is not None and _ends_in(self._thinking[0], layout.spans),
+            has_thought=self._thinking is not None and _ends_in(self._thinking[1], layout.spans),
         )
 
     def reading(
@@ -135,6 +139,12 @@ class Prompts:
             only_first_call=only_first_call,
             tools=types if self._call_format == "xml" else {name: {} for name in types},
         )
+
+    def thought(self, prompt: EncodedPrompt) -> Thought:
+        """Where the answer to a prompt stands with thinking."""
+        if self._thinking is None or prompt.has_thought:
+            return Thought()
+        return Thought("open" if prompt.is_thinking else "possible", *self._thinking)
 
     def _lay_out(self, conversation: Conversation, max_tokens: int, scope: bytes) -> _Layout:
         spans = self._spans(conversation, max_tokens)
@@ -359,6 +369,7 @@ class PromptLibrary:
 
     def __init__(self, *, normalises: bool = True) -> None:
         self.normalises = normalises
+        self.grammars = GrammarChecks()
         self._building: dict[str, asyncio.Task[Prompts]] = {}
 
     async def get(self, digest: str, bundle: TokenizerBundle) -> Prompts:

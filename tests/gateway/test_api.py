@@ -67,7 +67,18 @@ BAD_CHAT_FIELDS: dict[str, list[Any]] = {
     "parallel_tool_calls": ["x", 1],
     "tools": [{}, [7], [{"type": "function"}], [{"function": {"name": 7}}]],
     "chat_template_kwargs": ["x", {"messages": []}, {"tools": 1}],
-    "response_format": [{"type": "json_object"}, "x"],
+    "response_format": [
+        "x",
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": {}}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": 7}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}},
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "(?=a)"}},
+        },
+    ],
 }
 BAD_TEXT_FIELDS: dict[str, list[Any]] = {
     "prompt": [

@@ -179,12 +179,12 @@ async def test_no_choice_of_tools_keeps_them_out_of_the_prompt(qwen: Gateway) ->
 
 @pytest.mark.parametrize(
     "choice",
-    ["required", "any", "", {}, {"type": "function", "function": {"name": "read_file"}}, 7, ["auto"]],
+    ["any", "", {}, {"type": "function"}, {"type": "function", "function": {"name": "other"}}, 7, ["auto"]],
 )
-async def test_a_choice_that_cannot_be_enforced_is_refused_by_name(qwen: Gateway, choice: Any) -> None:
+async def test_a_choice_that_cannot_be_is_refused_by_name(qwen: Gateway, choice: Any) -> None:
     status, body = await qwen.post({**ASKED, "tool_choice": choice})
-    assert (status, body["error"]["param"]) == (400, "tool_choice")
-    assert "'auto' or 'none'" in body["error"]["message"]
+    assert status == 400 and body["error"]["param"].startswith("tool_choice")
+    assert "'required'" in body["error"]["message"] or "one of the tools" in body["error"]["message"]
     assert not qwen.runs.runs
 
 

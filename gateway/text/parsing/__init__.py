@@ -6,7 +6,7 @@ what it said: the same however the text was cut.
 
 from __future__ import annotations
 
-from .formats import Reading, call_format, parameter_types, thinking_tags
+from .formats import CallFormat, Reading, call_format, parameter_types, thinking_tags, types_of
 from .parts import Arguments, Call, CallBegun, CallEnded, Content, Part, Reasoning, Said, joined
 from .reader import Reader, read
 
@@ -15,6 +15,7 @@ __all__ = [
     "Call",
     "CallBegun",
     "CallEnded",
+    "CallFormat",
     "Content",
     "Part",
     "Reader",
@@ -26,4 +27,5 @@ __all__ = [
     "parameter_types",
     "read",
     "thinking_tags",
+    "types_of",
 ]

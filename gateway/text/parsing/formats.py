@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import msgspec
 
@@ -18,6 +19,7 @@ _MARKERS: tuple[tuple[str, CallFormat], ...] = (
     ("ipython", "llama"),
 )
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_MAX_HOPS = 16  # of references and unions inside of each other
 _UNIONS = ("anyOf", "oneOf", "allOf")
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
@@ -49,7 +51,7 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, t
         schema = tool["function"].get("parameters") or {}
         properties = schema.get("properties")
         types = {
-            name: _types(wanted)
+            name: types_of(wanted, schema)
             for name, wanted in (properties.items() if isinstance(properties, dict) else ())
         }
         if not tool["function"]["name"]:
@@ -60,9 +62,9 @@ def parameter_types(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, t
     return found
 
 
-def _types(schema: Any) -> tuple[str, ...]:
-    """JSON types that a schema allows; () where it does not say."""
-    if not isinstance(schema, dict):
+def types_of(schema: Any, root: Any = None, hops: int = _MAX_HOPS) -> tuple[str, ...]:
+    """JSON types that a schema allows; () where it does not say. `root`: what its references go into."""
+    if not isinstance(schema, dict) or hops == 0:
         return ()
     kinds: list[str] = []
     told = schema.get("type")
@@ -70,10 +72,22 @@ def _types(schema: Any) -> tuple[str, ...]:
         kinds += [kind for kind in (told if isinstance(told, list) else [told]) if isinstance(kind, str)]
     for union in _UNIONS:
         for member in schema.get(union) or () if isinstance(schema.get(union), list) else ():
-            kinds += _types(member)
+            kinds += types_of(member, root, hops - 1)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if not kinds and isinstance(values, list):
         kinds += [_NAMES.get(type(value), "object") for value in values]
+    if not kinds and isinstance(schema.get("$ref"), str):
+        kinds += types_of(_referred(schema["$ref"], root), root, hops - 1)
     if not kinds and ("$ref" in schema or "properties" in schema or "items" in schema):
         kinds.append("object")
     return tuple(dict.fromkeys(kinds))
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """What `#/a/b` stands for; None where there is nothing."""
+    found = root
+    for name in reference.removeprefix("#").split("/")[1:]:
+        if not isinstance(found, dict):
+            return None
+        found = found.get(unquote(name).replace("~1", "/").replace("~0", "~"))
+    return found
