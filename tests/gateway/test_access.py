@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.bus import Bus
 from gateway.callers.scopes import SCOPES, Access, Scope, namespace_of
 from gateway.callers.tokens import Grant, TokenStore
 from gateway.errors import KINDS
@@ -16,6 +17,7 @@ from gateway.http.app import build_app
 from gateway.http.route import JSON as JSON_MEDIA
 from gateway.http.routes import ROUTES
 from gateway.settings import GatewaySettings
+from gateway.store.store import store_in
 from metrics.instruments import Instruments
 
 from .fake_runs import FakeDirectory, FakeRuns, engine_view, words
@@ -43,7 +45,8 @@ def test_every_route_has_a_scope_and_every_control_is_audited() -> None:
 def test_the_table_is_all_that_the_application_serves(tmp_path: Path) -> None:
     runs, directory = FakeRuns(words()), FakeDirectory(engine_view(chatml_bundle()))
     tokens = TokenStore(tmp_path / "tokens.json")
-    app = build_app(GatewaySettings(), runs, directory, tokens, instruments=Instruments())
+    store = store_in(Bus("unix:///nowhere/bus.sock", "g"))
+    app = build_app(GatewaySettings(), runs, directory, tokens, instruments=Instruments(), store=store)
     served = [(route.method, route.handler) for route in app.router.routes() if route.method != "HEAD"]
     assert served == [(route.method, route.call) for route in ROUTES]
 
@@ -202,7 +205,8 @@ async def test_every_post_wants_json_of_bounded_size(start: Start, route: Any) -
     async with gateway.http.post(path, data=b" " * 4096, headers=JSON) as response:
         assert response.status == 413
     async with gateway.http.post(path, data=b"{", headers=JSON) as response:
-        assert response.status == 400 and response.content_type == JSON_MEDIA
+        assert response.status in ((400, 404) if "{id}" in route.path else (400,))
+        assert response.content_type == JSON_MEDIA
         assert response.headers["request-id"] == response.headers["x-request-id"]
 
 
