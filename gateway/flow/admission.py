@@ -74,6 +74,7 @@ class Admission:
         self.classes = classes
         self._max_waiting = max_waiting
         self._clock = clock
+        self._promote_seconds = {name: classes.promote_seconds(name) for name in CLASSES}
         self._num_reserved = dict.fromkeys(CLASSES, 0)
         self._queues: dict[tuple[str, FlowClass], FairQueue] = {}
         self._served_at: dict[tuple[str, FlowClass], float] = {}  # or when somebody began to wait there
@@ -137,21 +138,13 @@ class Admission:
         """Lets the first of each queue that others were preferred to for long count as of the next class up,
         and returns those. Who waits behind calls of its own class is not promoted for that.
         """
-        now, promoted = self._clock(), []
-        for flow_class in reversed(CLASSES):
-            seconds = self.classes.promote_seconds(flow_class)
-            for key in [key for key in self._queues if key[1] == flow_class]:
-                run_id = self._queues[key].first()
-                if run_id is None or now - self._served_at[key] < seconds:
-                    continue
-                held = self._in_line[run_id]
-                self._queues[key].remove(run_id, held.seat)
-                self._served_at[key] = now
-                tree = f"{held.ticket.tenant}\0{held.ticket.tree}"
-                held.flow_class, held.seat = next_up(flow_class), Seat(PROMOTED, tree, held.seat.rank)
-                self._put_in(held)
-                promoted.append(held.ticket)
-        return promoted
+        now = self._clock()
+        passed_over = [
+            key
+            for key, served_at in self._served_at.items()
+            if now - served_at >= self._promote_seconds[key[1]] and self._queues[key]
+        ]
+        return [self._promote(key, now) for key in passed_over]
 
     def expired(self) -> list[Ticket]:
         """Tickets that have waited longer than their class lets them; each is told once and stays until it
@@ -222,18 +215,31 @@ class Admission:
         free = max(0, places - len(held))
         if not free:
             return 0
-        counts = dict.fromkeys(CLASSES, 0)
+        owed = {name: self.classes.floor_places(name, places) for name in CLASSES}
         for one in held:
-            counts[one.flow_class] += 1
-        owed = {name: self.classes.floor_places(name, places) - counts[name] for name in CLASSES}
-        above = CLASSES[: CLASSES.index(flow_class)]
-        kept = [name for name in CLASSES if name in above or self._queues.get((line, name))]
-        others = sum(max(0, owed[name]) for name in kept if name != flow_class)
+            owed[one.flow_class] -= 1
+        others, is_above = 0, True
+        for name in CLASSES:
+            if name == flow_class:
+                is_above = False
+            elif owed[name] > 0 and (is_above or self._queues.get((line, name))):
+                others += owed[name]
         return max(0, min(free, owed[flow_class]), free - others)
 
     def waiting(self, line: str, flow_class: FlowClass) -> list[Ticket]:
         """The tickets that came into a line with that class."""
         return [held.ticket for held in self._waiting[flow_class].values() if held.ticket.line == line]
+
+    def _promote(self, key: tuple[str, FlowClass], now: float) -> Ticket:
+        run_id = self._queues[key].first()
+        assert run_id is not None  # the caller has seen that someone waits there
+        held = self._in_line[run_id]
+        self._queues[key].remove(run_id, held.seat)
+        self._served_at[key] = now
+        tree = f"{held.ticket.tenant}\0{held.ticket.tree}"
+        held.flow_class, held.seat = next_up(held.flow_class), Seat(PROMOTED, tree, held.seat.rank)
+        self._put_in(held)
+        return held.ticket
 
     def _put(self, held: Held, engine_id: str) -> None:
         held.engine_id = engine_id

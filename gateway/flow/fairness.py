@@ -62,7 +62,8 @@ class Rotation:
             served, number, key = self._order[0]
             flow = self._flows.get(key)
             if flow is not None and flow.is_waiting and flow.number == number:
-                self._passed = max(self._passed, served)
+                if served > self._passed:
+                    self._passed = served
                 return key
             heapq.heappop(self._order)
         return None

@@ -1,4 +1,4 @@
-"""What a gateway sends again by itself: a turn without a token, once. A retry may repeat what killed an engine."""
+"""What a gateway sends again by itself: a turn without a token, once. It may be what killed the engine."""
 
 from __future__ import annotations
 
