@@ -20,7 +20,6 @@ from .messages_api import (
     HELLO,
     INPUT,
     MESSAGES,
-    USER,
     ask,
     assembled,
     sse_events,

@@ -58,4 +58,4 @@ def _carried(packed: bytes) -> str:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
+    return text.encode(errors="replace")

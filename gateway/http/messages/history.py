@@ -151,7 +151,7 @@ class History:
 
 
 def _plain_id(call_id: str) -> str:
-    """Nine letters and digits: Mistral's templates refuse any other id, and no template needs the client's."""
+    """Nine letters and digits: Mistral's templates refuse other ids, and none needs the client's."""
     return hashlib.blake2b(call_id.encode(errors="replace"), digest_size=5).hexdigest()[:9]
 
 
