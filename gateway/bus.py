@@ -210,6 +210,14 @@ class Bus:
         found = await self.answered(self.commands.xrange(key, min=f"({after}", count=count))
         return _entries(found)
 
+    async def firsts(self, keys: Sequence[str]) -> dict[str, list[Entry]]:
+        """The first entry of each stream that has one."""
+        pipeline = self.commands.pipeline(transaction=False)
+        for key in keys:
+            pipeline.xrange(key, count=1)
+        found = await self.execute(pipeline) if keys else []
+        return {key: _entries(entries) for key, entries in zip(keys, found, strict=True) if entries}
+
     async def append(self, key: str, entry_id: str, message: bytes, *, create: bool = False) -> bool:
         """Writes an entry under an explicit id; repeated on a lost connection, which the id makes harmless.
 
@@ -237,17 +245,28 @@ class Bus:
         return [entry.message for entry in _entries(found)] == [message]
 
     async def append_watched(
-        self, key: str, after: str, decide: Callable[[list[Entry]], Entry | None]
+        self,
+        key: str,
+        after: str,
+        decide: Callable[[list[Entry]], Entry | None],
+        *,
+        quiet: tuple[str, str] | None = None,
     ) -> bool:
         """Writes what `decide` makes of the entries after an id, only if nothing was added meanwhile.
 
-        `decide` is called again for what was. False when it decided for None. Raises BusLost.
+        `decide` is called again for what was. `quiet`: another stream and an id behind which it must hold
+        nothing. False when it does, or when `decide` decided for None. Raises BusLost.
         """
         choice: Entry | None = None
+        keys = [key] if quiet is None else [key, quiet[0]]
         async with self.commands.pipeline(transaction=True) as pipeline:
             for _ in range(WATCH_TRIES):
                 try:
-                    await self.answered(pipeline.watch(key))
+                    await self.answered(pipeline.watch(*keys))
+                    if quiet is not None and await self.answered(
+                        pipeline.xrange(quiet[0], min=f"({quiet[1]}", count=1)
+                    ):
+                        return False
                     entries = _entries(await self.answered(pipeline.xrange(key, min=f"({after}")))
                     if choice is not None and choice in entries:
                         return True  # written, but the answer was lost

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import structlog
 
-from gateway.bus import Bus, BusLost
-from gateway.errors import RunNotFound
+from gateway.bus import Bus, BusLost, StreamGone
+from gateway.errors import Conflict, GatewayError, NoEngine, RunNotFound
 from gateway.flow.directory import Directory
 from gateway.tasks import Border, Tasks, repeat
 from metrics.logs import about_run
-from workers.messages import RUNS_LIVE_KEY, gateway_lease_key, run_attendant_key, run_events_key
+from workers.messages import RUNS_LIVE_KEY, TurnEnd, gateway_lease_key, run_attendant_key, run_events_key
 
 from .runs import Run, Runs
-from .state import Phase, cancelled, failed, fold
+from .state import Phase, RunState, cancelled, fold, paused
 
 SWEEP_SECONDS = 2.0
 RESEND_SECONDS = 8.0
@@ -31,12 +31,13 @@ ORPHAN_SECONDS = 30.0
 """How long a run outlives its gateway for a client that resumes it."""
 ATTEND_SECONDS = 3 * SWEEP_SECONDS
 """How long a gateway stands in for a dead one after it last said so."""
+ASK_SECONDS = 0.4
+"""How often it is asked whether a run's own gateway lives."""
 CANCEL_SECONDS = 30.0
 """An engine that lives but has not obeyed a Cancel for so long is no longer asked."""
 
 ENGINE_LOST = "The engine stopped before this call ended; it is being restarted. Send the call again."
 NO_ENGINE = "No engine became ready to take this call. Send it again."
-GATEWAY_LOST = "The gateway that took this call stopped before it was sent to an engine. Send it again."
 
 log = structlog.get_logger(__name__)
 
@@ -59,6 +60,7 @@ class Caretaker:
 
     async def start(self) -> None:
         """Takes over what stopped gateways left, then keeps watching."""
+        self._runs.listen()
         await self.sweep()
         self._tasks.spawn(repeat(self._sweep, seconds=SWEEP_SECONDS, where="sweep"))
 
@@ -89,8 +91,9 @@ class Caretaker:
                 await self._adopt_abandoned(run_id)
         self._seen = foreign
         for run in self._runs.local():
-            if run.order is None and run.num_followers:
+            if run.is_attended or (run.order is None and run.num_followers):
                 await self._attend(run)  # before another gateway calls it an orphan
+        await self._check_heartbeats()
 
     async def _adopt_abandoned(self, run_id: str) -> None:
         if not await self._is_abandoned(run_id):
@@ -118,70 +121,103 @@ class Caretaker:
             return False
         return await self._bus.hold(run_attendant_key(run.run_id), ATTEND_SECONDS)
 
-    async def _in_its_place(self, run: Run, step: Coroutine[Any, Any, None]) -> None:
-        """A step that only the run's own gateway may take, or the one that stands in for it."""
-        try:
-            if await self._attend(run):
-                await step
-            else:
-                run.since, run.lost_since = time.monotonic(), None
-        finally:
-            step.close()
-
     async def _sweep(self) -> None:
         with contextlib.suppress(BusLost):
             await self.sweep()
 
+    async def _check_heartbeats(self) -> None:
+        """What their specs say of runs whose callers were not heard in time."""
+        runs = [run for run in self._runs.local() if run.is_ours and run.state.spec.heartbeat_ms is not None]
+        beating = await self._runs.keeper.beating([run.run_id for run in runs])
+        for run in runs:
+            if run.run_id not in beating and run.left.hold is None and run.left.cancel is None:
+                with run.in_logs(), contextlib.suppress(RunNotFound, Conflict):
+                    log.info("heartbeat_missed", then=run.state.spec.orphan)
+                    await self._runs.orphan(run)
+
     def _next_step(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
-        step = self._missing_step(run, now)
-        if step is None or run.order is not None or run.cancel_requested:
-            return step
-        return self._in_its_place(run, step)
-
-    def _missing_step(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
+        """For a run of ours, or one that we may stand in for."""
+        if not run.is_ours:
+            return self._stand_in(run, now)
         state = run.state
-        if state.phase is Phase.WAITING:
-            return self._next_step_waiting(run, now)
-        if not state.is_on_engine:
-            return None  # its end is being written
-        if self._directory.is_lost(state.engine_id, state.incarnation):
-            return self._next_step_lost(run, now)
-        run.lost_since = None
-        if run.cancel_requested and run.cancelled_attempt != state.attempt:
-            return self._runs.send_cancel(run)
-        if run.cancel_requested and now - run.since > CANCEL_SECONDS:
-            return self._runs.write_verdict(run, cancelled(state))
-        if run.order is None and not run.num_followers and now - run.since > self._orphan_seconds:
-            return self._runs.cancel(run.run_id)
-        return None
-
-    def _next_step_waiting(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
-        if run.cancel_requested:
-            return self._runs.write_verdict(run, cancelled(run.state))
-        if run.order is None:
-            return self._runs.write_verdict(run, failed(run.state, "gateway_lost", GATEWAY_LOST))
-        if self._directory.like(run.order.engine):
+        if state.is_on_engine:
+            if self._directory.is_lost(state.engine_id, state.incarnation):
+                return self._next_step_lost(run, now)
             run.lost_since = None
-            engines = self._runs.engines_for(run.order) if self._runs.is_adrift(run) else []
-            if engines:
-                return self._runs.dispatch(run, engines[0])
-        elif self._waited(run, now):
-            return self._runs.write_verdict(run, failed(run.state, "engine_lost", NO_ENGINE))
-        return None
+            if run.cancelled_attempt == state.attempt and now - run.since > CANCEL_SECONDS:
+                return self._verdict(run, cancelled)
+        if state.phase is Phase.WAITING and run.order is not None and not run.left.cancels_now:
+            if self._directory.like(run.order.engine):
+                run.lost_since = None
+            elif self._waited(run, now):
+                return self._runs.driver.fail(run, "engine_lost", NO_ENGINE)
+        if self._is_orphan(run, now):
+            return self._cancel_orphan(run)
+        return self._runs.driver.step(run) if self._runs.driver.has_step(run) else None
+
+    def _stand_in(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
+        """For a run whose own gateway may be gone: asks about that where the run cannot go on by itself."""
+        waits = run.state.phase in (Phase.WAITING, Phase.TURN_ENDED)
+        lost = run.state.is_on_engine and self._directory.is_lost(run.state.engine_id, run.state.incarnation)
+        is_orphan = not run.num_followers and now - run.since > self._orphan_seconds
+        if not (waits or lost or is_orphan or run.cancel_requested or run.state.spec.is_detached):
+            return None
+        if run.asked_owner_at is not None and now - run.asked_owner_at < ASK_SECONDS:
+            return None
+        run.asked_owner_at = now
+        return self._take_over(run)
+
+    async def _take_over(self, run: Run) -> None:
+        """Becomes the run's owner if nobody else is."""
+        if not await self._attend(run):
+            run.lost_since = None
+            if not run.num_followers:
+                run.since = time.monotonic()
+            return
+        await self._runs.driver.read_wishes(run)
+        if run.state.spec.is_detached and run.order is None:
+            try:
+                await self._runs.making.take_over(run)
+            except NoEngine:
+                return  # the next look tries again
+            except GatewayError as error:
+                log.error("run_not_rebuilt", kind=error.kind)
+                run.is_attended = True
+                await self._runs.driver.fail(run, error.kind, error.message, retryable=False)
+                return
+            log.info("run_taken_over")
+        run.is_attended = True
+        await self._runs.driver.step(run)
+
+    def _is_orphan(self, run: Run, now: float) -> bool:
+        """A call of a gateway that is gone lives for a client that resumes it, and not for long."""
+        is_call = run.is_attended and not run.state.spec.is_detached and not run.left.cancels_now
+        return is_call and not run.num_followers and now - run.since > self._orphan_seconds
+
+    async def _cancel_orphan(self, run: Run) -> None:
+        run.cancel_requested = True
+        await self._runs.driver.step(run)
 
     def _next_step_lost(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
-        state = run.state
-        if run.cancel_requested:
-            return self._runs.write_verdict(run, cancelled(state))
-        if run.order is not None and state.num_tokens == 0 and run.num_resent < MAX_RESENT:
+        state, left = run.state, run.left
+        if left.cancels_now:
+            return self._verdict(run, cancelled)
+        if left.hold is not None:
+            return self._verdict(run, paused)
+        if run.order is not None and state.attempt_tokens == 0 and run.num_resent < MAX_RESENT:
             engines = self._runs.engines_for(run.order)
             if engines:
                 log.info("turn_sent_again", engine=engines[0].info.engine_id)
                 run.num_resent += 1
-                return self._runs.dispatch(run, engines[0])
+                return self._runs.driver.turns.dispatch(run, engines[0], state.attempt)
             if not self._waited(run, now):
                 return None
-        return self._runs.write_verdict(run, failed(state, "engine_lost", ENGINE_LOST))
+        return self._runs.driver.fail(run, "engine_lost", ENGINE_LOST)
+
+    async def _verdict(self, run: Run, make: Callable[[RunState], TurnEnd]) -> None:
+        async with run.lock:
+            await self._runs.driver.verdict(run, make)
+        await self._runs.driver.step(run)
 
     def _waited(self, run: Run, now: float) -> bool:
         if run.lost_since is None:
@@ -191,7 +227,7 @@ class Caretaker:
     async def _do(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except (BusLost, RunNotFound):
+        except (BusLost, RunNotFound, StreamGone):
             pass  # the next look tries again
         finally:
             self._at_work.discard(run.run_id)

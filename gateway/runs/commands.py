@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from workers.messages import VERSION, Message
+from workers.messages import VERSION, Derail, Message
 
 from .spec import ForkPoint
 
@@ -26,10 +26,11 @@ class ToolOutput(Struct, frozen=True, kw_only=True):
 
 
 class CancelRun(Message, frozen=True, kw_only=True):
-    """End the run: at once, or at the end of its turn."""
+    """End the run: at once, or at the end of its turn. `derail`: a detector asks; the run ends derailed."""
 
     command: str
     mode: CancelMode = "now"
+    derail: Derail | None = None
 
 
 class PauseRun(Message, frozen=True, kw_only=True):

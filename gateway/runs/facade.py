@@ -60,8 +60,11 @@ class RunVerbs(Protocol):
         """Gives a run in input_required what it waits for."""
         ...
 
-    async def fork(self, at: ForkPoint, spec: RunSpec, *, command: str = "") -> Forked:
-        """A child of the run `at.run`; `spec.body` holds the messages that go on behind the parent's."""
+    async def fork(self, at: ForkPoint, spec: RunSpec, *, run_id: str = "", command: str = "") -> Forked:
+        """A child of the run `at.run`; `spec.body` holds the messages that go on behind the parent's.
+
+        `run_id`: the child's, as in `create`.
+        """
         ...
 
     async def heartbeat(self, run_id: str) -> Alive:

@@ -1,6 +1,6 @@
-"""One run as a gateway follows it: its state, what was ordered, who reads it, and when it got how far.
+"""One run as a gateway follows it: its state, what was said, what is wanted, and when it got how far.
 
-Decides nothing: runs.py and caretaker.py do.
+Decides nothing: steps.py and caretaker.py do.
 """
 
 from __future__ import annotations
@@ -8,14 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.flow.places import Order
+from gateway.text.parsing import Said
 from metrics.logs import about_run
-from workers.messages import Dispatched, Started, Tokens, run_events_key
+from workers.messages import Derail, Dispatched, Paused, Started, Tokens, TurnEnd, run_events_key
 
+from .commands import CancelRun
 from .events import AnyEvent
-from .state import RunState, advance
+from .limits import Accounts, Spent, cut_short, expired, overspent
+from .state import Phase, RunState, advance
+from .steps import View
+from .talk import Conversation
+from .transcript import Transcript
+from .wishes import Left, Wishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +35,45 @@ class RunEvent:
 
 @dataclass(slots=True)
 class Run:
-    """One live run that this gateway follows; for this room's caretaker, not for the HTTP side."""
+    """One live run that this gateway follows; for this room only, not for the HTTP side."""
 
     run_id: str
     state: RunState
-    order: Order | None  # None: started by another gateway
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of dispatches and verdicts
+    order: Order | None  # of the present turn, its first attempt; None: it was started by another gateway
+    transcript: Transcript = field(default_factory=Transcript)
+    wishes: Wishes = field(default_factory=Wishes)
+    conversation: Conversation | None = None  # None: it has one turn only
+    tree: Spent = field(default_factory=Spent)  # what its tree had spent when we looked last
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer
     task: asyncio.Task[None] | None = None
     num_followers: int = 0
+    is_attended: bool = False  # started elsewhere, and this gateway stands in
     is_released: bool = False  # on its way from the line to an engine
     num_resent: int = 0  # attempts after an engine was lost
-    cancel_requested: bool = False
+    cancel_requested: bool = False  # here, by the way of the call itself
     cancelled_attempt: int | None = None  # the attempt whose engine was sent a Cancel
+    paused_attempt: int | None = None  # ... a Pause
+    kept_attempt: int | None = None  # the attempt up to which ids and counts are kept
+    derail: Derail | None = None  # what a detector here has found
+    untold: list[tuple[str, bytes]] = field(default_factory=list)  # event id, line: for the session's log
+    telling: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of these
     since: float = field(default_factory=time.monotonic)  # adopted, left by its last follower, or cancelled
+    asked_owner_at: float | None = None  # when we last asked whether its own gateway lives
     lost_since: float | None = None  # no engine can be expected to end it, or to take it
     asked_at: float = field(default_factory=time.monotonic)
     worker_at: float | None = None  # when the attempt got its worker, as seen here
     token_at: float | None = None  # when its first token came
+    _said: tuple[int, int, Said] | None = None  # of a turn with so many tokens
 
     @property
     def key(self) -> str:
         """Its stream."""
         return run_events_key(self.run_id)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this gateway takes its steps."""
+        return self.order is not None or self.is_attended
 
     @property
     def queue_seconds(self) -> float | None:
@@ -61,9 +85,49 @@ class Run:
         """From the call to its first token; None: there is none, or the call came to another gateway."""
         return self._seconds_to(self.token_at)
 
+    @property
+    def said(self) -> Said:
+        """By the present turn so far."""
+        key = (self.state.turn, self.state.turn_tokens)
+        if self._said is None or self._said[:2] != key:
+            self._said = (*key, self.transcript.current.said())
+        return self._said[2]
+
+    @property
+    def left(self) -> Left:
+        """What is still wanted of it."""
+        left = self.wishes.left(self.state.obeyed)
+        if self.cancel_requested and not left.cancels_now:
+            left = replace(left, cancel=CancelRun(command=""))
+        return left
+
+    def accounts(self) -> Accounts:
+        """What it has spent, and its tree."""
+        usage, has_ended = self.state.usage, self.state.phase is Phase.TURN_ENDED
+        own = Spent(
+            prompt_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
+            thinking_tokens=self.transcript.thinking_tokens,
+            tool_calls=self.transcript.num_calls(self.said) if has_ended else self.transcript.past_calls,
+        )
+        return Accounts(own, self.tree, self.state.spec.tree_budget)
+
+    def view(self, now: float) -> View:
+        """For the next step; `now` in unix seconds."""
+        accounts, has_ended = self.accounts(), self.state.phase is Phase.TURN_ENDED
+        return View(
+            state=self.state,
+            left=self.left,
+            over=expired(self.state, now) or overspent(self.state, accounts),
+            short=cut_short(self.state, accounts) if has_ended else None,
+            said=self.said if has_ended else None,
+            can_continue=self.conversation is not None,
+        )
+
     def advance(self, entry_id: str, event: AnyEvent) -> None:
         """One more event of its stream."""
         self.state = advance(self.state, entry_id, event)
+        self.transcript.advance(event)
         match event:
             case Dispatched():
                 self.worker_at = None
@@ -78,3 +142,8 @@ class Run:
 
     def _seconds_to(self, moment: float | None) -> float | None:
         return None if moment is None or self.order is None else moment - self.asked_at
+
+
+def closes_turn(event: AnyEvent) -> bool:
+    """Whether a turn ends with it: a paused one goes on."""
+    return isinstance(event, TurnEnd) and not isinstance(event, Paused)

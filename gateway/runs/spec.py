@@ -38,12 +38,18 @@ class ForkPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
     token: int | None = None  # after so many tokens of the parent, its first prompt's included
     num_tokens: int = 0  # as resolved: so many ids of the parent begin the child's prompt
 
+    @property
+    def is_now(self) -> bool:
+        """At the parent's next border."""
+        return self.turn is None and self.token is None
+
 
 class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All that a run was asked for. Limits are checked where it is created."""
 
     kind: Kind = "call"
     tenant: str = ""
+    namespace: str = ""  # as in Submit
     session: str = ""
     agent: str = ""
     parent: str = ""  # the agent that called this one

@@ -5,7 +5,7 @@ Knows the bus's words; knows neither the bus nor time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -31,7 +31,7 @@ from workers.messages import (
 )
 
 from .event_ids import id_pair
-from .events import AnyEvent, CallAsked, InputRequired, Resumed, TurnOpened, decode
+from .events import AnyEvent, CallAsked, Cause, InputRequired, Resumed, TurnOpened, decode
 from .outcomes import Status
 from .spec import RunSpec, decode_spec
 
@@ -63,6 +63,14 @@ _ON_ENGINE = (Phase.DISPATCHED, Phase.PREFILLING, Phase.GENERATING)
 
 
 @dataclass(frozen=True, slots=True)
+class Obeyed:
+    """What became of a command: the turn that it opened, or in which the run went on."""
+
+    cause: Cause | None  # None: no turn was opened
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
     """The fold's value. `attempt` is 0 before the first dispatch; `last_id` is "0-0" before any event."""
 
@@ -84,7 +92,7 @@ class RunState:
     calls: tuple[CallAsked, ...] = ()  # that the caller is to answer
     past: Usage = _NOTHING  # of the turns before this one
     past_timings: Timings = _NO_TIME  # of the attempts before this one that ended in an engine's word
-    obeyed: frozenset[str] = field(default_factory=frozenset)  # commands that events name
+    obeyed: Mapping[str, Obeyed] = field(default_factory=dict)  # commands that events name
     derail: Derail | None = None  # the last that was told
     waiting_since: float = 0.0  # unix seconds: when it last came to wait for a worker
     ended: RunEnded | None = None
@@ -227,10 +235,9 @@ def _by_gateway(state: RunState, event: TurnOpened | InputRequired | Resumed) ->
         case InputRequired(calls=calls):
             return replace(state, phase=Phase.INPUT_REQUIRED, calls=calls)
         case Resumed(commands=commands, at=at):
-            return replace(
-                _reopened(state), phase=Phase.WAITING, obeyed=state.obeyed | {*commands}, waiting_since=at
-            )
-        case TurnOpened(commands=commands, at=at):
+            obeyed = {**state.obeyed, **dict.fromkeys(commands, Obeyed(None, state.turn))}
+            return replace(_reopened(state), phase=Phase.WAITING, obeyed=obeyed, waiting_since=at)
+        case TurnOpened(commands=commands, at=at, cause=cause):
             return replace(
                 _reopened(state),
                 phase=Phase.WAITING,
@@ -239,7 +246,7 @@ def _by_gateway(state: RunState, event: TurnOpened | InputRequired | Resumed) ->
                 turn_tokens=0,
                 past=state.usage,
                 calls=(),
-                obeyed=state.obeyed | {*commands},
+                obeyed={**state.obeyed, **dict.fromkeys(commands, Obeyed(cause, event.turn))},
                 waiting_since=at,
             )
 

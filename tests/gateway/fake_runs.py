@@ -13,9 +13,14 @@ from typing import Any
 import msgspec
 
 from gateway.errors import NoEngine, Overloaded, RunNotFound, UnknownModel
+from gateway.flow.classes import NORMAL, FlowHints
 from gateway.flow.directory import Directory, EngineView
 from gateway.flow.places import Reservation
+from gateway.runs import outcomes
+from gateway.runs.commands import CancelMode
 from gateway.runs.runs import Order, RunEvent, Runs
+from gateway.runs.spec import RunSpec
+from gateway.runs.talk import Conversation
 from workers.messages import (
     RUN_END_ID,
     Accepted,
@@ -97,7 +102,7 @@ class FakeRuns(Runs):
     def last(self) -> FakeRun:
         return [*self.runs.values()][-1]
 
-    def reserve(self, engine: EngineView) -> Reservation:
+    def reserve(self, engine: EngineView, flow: FlowHints = NORMAL) -> Reservation:
         if self.is_full:
             raise Overloaded(3)
         self.num_reserved += 1
@@ -107,7 +112,13 @@ class FakeRuns(Runs):
 
         return Reservation(give_back)
 
-    async def start(self, order: Order, place: Reservation | None = None) -> str:
+    async def start(
+        self,
+        order: Order,
+        place: Reservation | None = None,
+        spec: RunSpec | None = None,
+        conversation: Conversation | None = None,
+    ) -> str:
         self.num_starting += 1
         await asyncio.sleep(self.start_seconds)
         if self.refuse is not None:
@@ -127,7 +138,7 @@ class FakeRuns(Runs):
         player.add_done_callback(self._players.discard)
         return run_id
 
-    async def events(self, run_id: str) -> AsyncIterator[RunEvent]:
+    async def events(self, run_id: str, after: str = "0-0") -> AsyncIterator[RunEvent]:
         if run_id not in self.runs:
             raise RunNotFound(run_id)
         run = self.runs[run_id]
@@ -141,13 +152,22 @@ class FakeRuns(Runs):
                 return
             position += 1
 
-    async def cancel(self, run_id: str) -> None:
+    async def cancel(
+        self,
+        run_id: str,
+        mode: CancelMode = "now",
+        *,
+        tree: bool = False,
+        command: str = "",
+        seconds: float = 0.0,
+    ) -> outcomes.Cancelled:
         run = self.runs[run_id]
         self.cancelled.append(run_id)
         if not run.is_over:
             run.is_cancelled = True
             run.add(Cancelled(usage=Usage(), timings=Timings()))
             run.add(RunEnded(state="cancelled"), RUN_END_ID)
+        return outcomes.Cancelled("cancelled", mode)
 
     async def cancel_agents(self, root: CancelAgents, agents: Container[str]) -> int:
         self.cancelled_agents.append((root, agents))

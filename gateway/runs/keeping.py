@@ -1,0 +1,189 @@
+"""What is kept of runs beside their streams: lists, ids, results, counts, the session's log.
+
+Owns when each is written. A bus that is away delays what must be there and costs what need not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from gateway.bus import Bus, BusLost
+from gateway.store.heartbeats import Heartbeats
+from gateway.store.ids import IdStore
+from gateway.store.index import RunIndex, RunNote
+from gateway.store.results import ResultError, ResultStore
+from gateway.store.session_log import SessionLog
+from gateway.store.tree_usage import TreeUsage, Used
+from workers.messages import RUN_END_ID, Progress, RunEnded, Tokens, encode
+
+from .ends import Told, result_of
+from .events import AnyEvent
+from .families import Member
+from .limits import Spent
+from .run import Run, RunEvent
+from .spec import Budget
+from .state import RunState, fold
+from .told import log_body
+from .transcript import whole_calls
+
+MAX_AGENTS = 4096
+"""Whose last runs are remembered, as what their next ids may be based on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The bus's stores."""
+
+    results: ResultStore
+    ids: IdStore
+    index: RunIndex
+    log: SessionLog
+    usage: TreeUsage
+    beats: Heartbeats
+
+    @classmethod
+    def on(cls, bus: Bus) -> Stores:
+        """All on one bus."""
+        return cls(
+            ResultStore(bus), IdStore(bus), RunIndex(bus), SessionLog(bus), TreeUsage(bus), Heartbeats(bus)
+        )
+
+
+class Keeper:
+    """Keeps what `Runs` tells it."""
+
+    def __init__(self, stores: Stores) -> None:
+        self._stores = stores
+        self._last_runs: OrderedDict[tuple[str, str, str], str] = OrderedDict()
+
+    async def accepted(self, run: Run) -> None:
+        """Lists a new run."""
+        spec, accepted = run.state.spec, run.state.accepted
+        assert accepted is not None
+        note = RunNote(
+            run_id=run.run_id,
+            created=float(accepted.created),
+            tenant=spec.tenant,
+            session=spec.session,
+            agent=spec.agent,
+            parent=spec.parent,
+            parent_run=spec.parent_run or None,
+            kind=spec.kind,
+            model=accepted.model,
+            priority_class=spec.flow_class,
+            label=spec.label,
+        )
+        await self._stores.index.add(note)
+
+    def tell(self, run: Run, entry: RunEvent) -> None:
+        """Notes an event of a run of ours for `flush`; `run.state` is the fold with it."""
+        line = log_body(run.run_id, entry.event, run.state) if run.state.spec.session else b""
+        if line:
+            run.untold.append((entry.id, line))
+
+    async def flush(self, run: Run) -> None:
+        """Writes what was noted, in its order. Raises BusLost; then again."""
+        async with run.telling:
+            await self._stores.index.note(run.run_id, run.state.status)
+            lines, spec = list(run.untold), run.state.spec
+            if lines:
+                where, is_last = (spec.tenant, spec.session), run.state.ended is not None
+                await self._stores.log.mirror(where, run.run_id, lines, is_last=is_last)
+                del run.untold[: len(lines)]
+
+    async def spent(self, run: Run) -> None:
+        """Counts an ended turn against its tree, and looks what that has spent. Raises BusLost."""
+        spec = run.state.spec
+        if spec.tree_budget == Budget():
+            return
+        usage, turn = run.state.turn_usage, run.transcript.current
+        used = Used(usage.prompt_tokens, usage.completion_tokens, turn.thinking_tokens, whole_calls(run.said))
+        run.tree = _spent(await self._stores.usage.add(_tree(run), run.run_id, run.state.turn, used))
+
+    async def look_at_tree(self, run: Run) -> None:
+        """Refreshes what the tree has spent. Raises BusLost."""
+        if run.state.spec.tree_budget != Budget():
+            run.tree = _spent(await self._stores.usage.total(_tree(run)))
+
+    async def promised(self, run: Run, num_tokens: int) -> int:
+        """How many output tokens the tree leaves a turn that wants so many. Raises BusLost."""
+        limit = run.state.spec.tree_budget.output_tokens
+        if limit is None:
+            return num_tokens
+        return await self._stores.usage.promise(_tree(run), run.run_id, num_tokens, limit)
+
+    async def ids(self, run: Run) -> None:
+        """Keeps its tokens so far, for forks. A loss costs a fork that comes when the run is gone."""
+        if run.order is None:
+            return
+        spec = run.state.spec
+        agent = (spec.tenant, spec.session, spec.agent)
+        bases = [name for name in (spec.parent_run, self._last_runs.get(agent, "")) if name]
+        if spec.agent:
+            self._last_runs[agent] = run.run_id
+            self._last_runs.move_to_end(agent)
+            if len(self._last_runs) > MAX_AGENTS:
+                self._last_runs.popitem(last=False)
+        ids = run.order.token_ids + bytes(run.transcript.current.ids)
+        with contextlib.suppress(BusLost):
+            await self._stores.ids.put(run.run_id, ids, bases)
+
+    async def ids_of(self, run_id: str) -> bytes | None:
+        """The tokens of a run that may be gone. Raises BusLost."""
+        return await self._stores.ids.get(run_id)
+
+    async def result(self, told: Told, ended: RunEnded) -> None:
+        """Keeps what the run came to. Raises BusLost."""
+        await self._stores.results.put(told.run_id, result_of(told, ended, time.time()))
+        spec = told.state.spec
+        if spec.tree_budget.output_tokens is not None:
+            await self._stores.usage.forget(spec.tree or told.run_id, told.run_id)
+
+    async def state_of(self, run_id: str) -> RunState | None:
+        """What its result tells of a run whose events have expired. Raises BusLost."""
+        result = await self._stores.results.get(run_id)
+        if result is None or not result.accepted:
+            return None
+        error = result.error or ResultError(code="", message="")
+        ended = RunEnded(state=result.state, error=error.code, message=error.message)
+        return replace(
+            fold([("0-1", result.accepted), (RUN_END_ID, encode(ended))]),
+            turn=result.turns,
+            attempt=result.attempts,
+            num_tokens=result.usage.completion_tokens,
+            prompt_tokens=0,
+            past=result.usage,
+            past_timings=result.timings,
+            derail=result.derail,
+        )
+
+    async def session_members(self, tenant: str, session: str) -> list[Member]:
+        """All listed runs of a session, those that have ended too. Raises BusLost."""
+        if not session:
+            return []
+        notes = await self._stores.index.of_session(tenant, session)
+        return [Member(n.run_id, n.session, n.agent, n.parent, n.parent_run or "") for n in notes]
+
+    async def beat(self, run_id: str, milliseconds: int) -> None:
+        """The run's caller was heard. Raises BusLost."""
+        await self._stores.beats.beat(run_id, milliseconds)
+
+    async def beating(self, run_ids: list[str]) -> frozenset[str]:
+        """Those whose callers were heard in time. Raises BusLost."""
+        return await self._stores.beats.beating(run_ids)
+
+
+def is_lifecycle(event: AnyEvent) -> bool:
+    """Whether the session's log and the list of runs hear of it."""
+    return not isinstance(event, Tokens | Progress)
+
+
+def _tree(run: Run) -> str:
+    return run.state.spec.tree or run.run_id
+
+
+def _spent(used: Used) -> Spent:
+    return Spent(used.prompt_tokens, used.output_tokens, used.thinking_tokens, used.tool_calls)

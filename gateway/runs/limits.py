@@ -1,0 +1,106 @@
+"""What a run has used up: budgets, deadline, time in line. Pure: the clock comes in.
+
+Level-triggered: whoever looks finds the same, so a limit needs no memory of having been reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.messages import RunEnded
+
+from .spec import Budget
+from .state import Phase, RunState
+
+EXCEEDED = "budget_exceeded"
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What counts against a budget. Of a tree: without the present turns of its runs."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    thinking_tokens: int = 0
+    tool_calls: int = 0
+
+
+_NOTHING, _NO_LIMITS = Spent(), Budget()
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """A run's own account and its tree's."""
+
+    own: Spent
+    tree: Spent = _NOTHING
+    tree_budget: Budget = _NO_LIMITS
+
+
+def expired(state: RunState, now: float) -> RunEnded | None:
+    """The end of a run whose time is over; `now` in unix seconds."""
+    spec = state.spec
+    if spec.deadline is not None and now >= spec.deadline:
+        return RunEnded(state="expired", error="deadline_exceeded", message="The run's deadline has passed.")
+    waits = state.phase in (Phase.WAITING, Phase.DISPATCHED)
+    if waits and spec.queue_ttl_ms is not None and now - state.waiting_since > spec.queue_ttl_ms / 1000:
+        message = f"The run found no worker within its queue_ttl_ms of {spec.queue_ttl_ms}."
+        return RunEnded(state="expired", error="queue_ttl_exceeded", message=message)
+    created = state.accepted.created if state.accepted is not None else now
+    if spec.budget.wall_ms is not None and now - created > spec.budget.wall_ms / 1000:
+        return _exceeded("wall_ms", spec.budget.wall_ms)
+    return None
+
+
+def overspent(state: RunState, accounts: Accounts) -> RunEnded | None:
+    """The end of a run that may go no further. Before a turn: it needs a token and its prompt; within one:
+    it has more than it may. Reaching a limit exactly is no offence.
+    """
+    is_waiting = state.phase in (Phase.WAITING, Phase.PAUSED)
+    own, budget = accounts.own, state.spec.budget
+    needs = 1 if is_waiting else 0
+    checks = [
+        ("prompt_tokens", own.prompt_tokens, budget.prompt_tokens),
+        ("output_tokens", own.output_tokens + needs, budget.output_tokens),
+        ("thinking_tokens", own.thinking_tokens, budget.thinking_tokens),
+        ("tool_calls", own.tool_calls, budget.tool_calls),
+    ]
+    tree, limit = accounts.tree, accounts.tree_budget
+    prompt = state.prompt_tokens if is_waiting else 0
+    checks += [
+        ("tree_budget.prompt_tokens", tree.prompt_tokens + prompt, limit.prompt_tokens),
+        ("tree_budget.output_tokens", tree.output_tokens + needs, limit.output_tokens),
+        ("tree_budget.thinking_tokens", tree.thinking_tokens, limit.thinking_tokens),
+        ("tree_budget.tool_calls", tree.tool_calls, limit.tool_calls),
+    ]
+    for name, spent, most in checks:
+        if most is not None and spent > most:
+            return _exceeded(name, most)
+    return None
+
+
+def cut_short(state: RunState, accounts: Accounts) -> RunEnded | None:
+    """The end of a run whose turn ended in `length` because its output budget was its limit."""
+    for name, spent, most in (
+        ("output_tokens", accounts.own.output_tokens, state.spec.budget.output_tokens),
+        ("tree_budget.output_tokens", accounts.tree.output_tokens, accounts.tree_budget.output_tokens),
+    ):
+        if most is not None and spent >= most:
+            return _exceeded(name, most)
+    return None
+
+
+def most_tokens(wanted: int, state: RunState, accounts: Accounts) -> int:
+    """How many tokens a turn may have, those that it has already included."""
+    for spent, most in (
+        (accounts.own.output_tokens, state.spec.budget.output_tokens),
+        (accounts.tree.output_tokens, accounts.tree_budget.output_tokens),
+    ):
+        if most is not None:
+            wanted = min(wanted, most - spent + state.turn_tokens)
+    return max(wanted, 1)
+
+
+def _exceeded(name: str, limit: int) -> RunEnded:
+    message = f"The run has used up its budget: {name} is {limit}. Its partial result is kept."
+    return RunEnded(state="failed", error=EXCEEDED, message=message)

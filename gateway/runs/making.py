@@ -1,0 +1,127 @@
+"""How detached runs come to be: created, forked from another, or taken over from a gateway that is gone.
+
+Knows specs, and that prompts come from `Talk`; follows nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from gateway.bus import Bus
+from gateway.errors import Conflict, InvalidField, NoEngine, RunNotFound, shorten
+from workers.messages import run_events_key
+
+from .commands import ForkRun
+from .keeping import Keeper
+from .run import Run
+from .spec import Budget, ForkPoint, RunSpec, decode_spec
+from .state import RunState
+from .talk import Talk
+from .transcript import transcript
+from .turns import cut_ids
+
+if TYPE_CHECKING:
+    from .runs import Runs
+
+IDS_GONE = "The tokens of that run are not kept any more: they are for a day after its end."
+
+
+class Making:
+    """Makes runs for `Runs`."""
+
+    def __init__(self, bus: Bus, keeper: Keeper, runs: Runs) -> None:
+        self._bus = bus
+        self._keeper = keeper
+        self._runs = runs
+
+    async def create(self, spec: RunSpec, run_id: str) -> str:
+        """A run without a parent's tokens. Raises GatewayError."""
+        spec = await self._in_tree(spec)
+        begun = await self._talk.begin(spec, None)
+        return await self._runs.launch(run_id, begun.order, spec, begun.conversation)
+
+    async def child(self, fork: ForkRun, parent: Run, ids: bytes) -> None:
+        """A child of a run of ours. Raises GatewayError."""
+        await self._fork(fork.run_id, decode_spec(fork.spec), fork.at, ids, parent.state)
+
+    async def child_of_ended(self, run_id: str, at: ForkPoint, spec: RunSpec, parent: RunState) -> int:
+        """A child of a run that has ended; how many of its tokens are the parent's. Raises Conflict where
+        those are not kept any more, and InvalidField for a point that is not there.
+        """
+        ids = await self._keeper.ids_of(at.run)
+        if ids is None:
+            raise Conflict("ids_gone", IDS_GONE)
+        entries = await self._bus.read(run_events_key(at.run), "0-0")
+        if at.turn is not None and not entries:
+            raise Conflict("ids_gone", "The turns of that run are not kept any more: name a token instead.")
+        cut = cut_ids(ids, at, transcript(entries).ends, is_open=False)
+        if cut is None:
+            told = at.turn if at.turn is not None else at.token
+            message = (
+                f"'at' is {told}, but the run {at.run} has no such point: name a turn or a token it has."
+            )
+            raise InvalidField("at", message)
+        await self._fork(run_id, spec, at, cut, parent)
+        return len(cut) // 4
+
+    async def take_over(self, run: Run) -> None:
+        """Rebuilds what only the run's own gateway held, so that this one may go on. Raises GatewayError."""
+        spec, parent_ids = run.state.spec, None
+        if spec.fork is not None:
+            kept = await self._keeper.ids_of(spec.fork.run)
+            if kept is None:
+                raise Conflict("ids_gone", IDS_GONE)
+            parent_ids = kept[: 4 * spec.fork.num_tokens]
+        begun = await self._talk.begin(spec, parent_ids)
+        order, turns = begun.order, run.transcript.turns
+        for turn, following in itertools.pairwise(turns):
+            ids = order.token_ids + turn.kept_ids
+            order = await begun.conversation.extend(order, ids, following.added)
+        run.order, run.conversation = order, begun.conversation
+
+    @property
+    def _talk(self) -> Talk:
+        if self._runs.talk is None:
+            raise NoEngine("This gateway is still starting. Try again in a few seconds.")
+        return self._runs.talk
+
+    async def _fork(self, run_id: str, spec: RunSpec, at: ForkPoint, ids: bytes, parent: RunState) -> None:
+        point = msgspec.structs.replace(at, num_tokens=len(ids) // 4)
+        spec = msgspec.structs.replace(
+            _child_of(spec, at.run, parent),
+            fork=point,
+            session=spec.session or parent.spec.session,
+            parent=spec.parent or parent.spec.agent,
+        )
+        begun = await self._talk.begin(spec, ids)
+        order = replace(begun.order, prefers=parent.engine_id or "")
+        await self._runs.launch(run_id, order, spec, begun.conversation)
+
+    async def _in_tree(self, spec: RunSpec) -> RunSpec:
+        """Under its parent's tree, whose budget counts for it as well."""
+        if not spec.parent_run:
+            return spec
+        try:
+            parent = await self._runs.state(spec.parent_run)
+            if parent.spec.tenant != spec.tenant:
+                raise RunNotFound(spec.parent_run)
+        except RunNotFound:
+            message = f"'parent_run' is '{shorten(spec.parent_run)}': there is no such run, or no more."
+            raise InvalidField("parent_run", message) from None
+        return _child_of(spec, spec.parent_run, parent)
+
+
+def _child_of(spec: RunSpec, parent_run: str, parent: RunState) -> RunSpec:
+    """A run with a budget for the tree below it heads a tree of its own."""
+    if spec.tree_budget != Budget():
+        return msgspec.structs.replace(spec, parent_run=parent_run)
+    return msgspec.structs.replace(
+        spec,
+        parent_run=parent_run,
+        tree=parent.spec.tree or parent_run,
+        tree_budget=parent.spec.tree_budget,
+    )

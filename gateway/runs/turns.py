@@ -1,0 +1,256 @@
+"""A run's attempts and turns: sent to engines, resumed, opened after one another, and forked.
+
+Writes through the driver only. Knows no template: how prompts go on is the conversation's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from gateway.bus import Bus, BusLost
+from gateway.errors import GatewayError
+from gateway.flow.directory import EngineView
+from gateway.flow.places import Order, Places, submit_of
+from gateway.text.parsing.open_calls import open_call
+from workers.messages import Dispatched, Paused, encode, inbox_key
+
+from .commands import Answered, ForkRun, ToolOutput
+from .ends import calls_of
+from .events import InputRequired, Resumed, TurnOpened
+from .keeping import Keeper
+from .limits import most_tokens
+from .run import Run
+from .spec import ForkPoint
+from .state import Phase, RunState, failed
+from .steps import AskCaller, Enter, Fork, GoOn, Open, next_step
+
+if TYPE_CHECKING:
+    from .driver import Driver
+
+QUEUE_TIMEOUT = (
+    "The call waited in line for longer than its class may (timeout_seconds of gateway.classes). "
+    "Send it again when less is going on."
+)
+
+_CLOSED = (Phase.TURN_ENDED, Phase.INPUT_REQUIRED)
+
+log = structlog.get_logger(__name__)
+
+
+class Turns:
+    """What a run's owner writes between an attempt's end and the next one's start."""
+
+    def __init__(self, bus: Bus, places: Places, keeper: Keeper, driver: Driver) -> None:
+        self._bus = bus
+        self._places = places
+        self._keeper = keeper
+        self._driver = driver
+
+    async def take(self, run: Run, step: Fork | GoOn | Open | AskCaller) -> bool:
+        """One step. True when it was written. Raises BusLost."""
+        match step:
+            case GoOn(commands=commands):
+                return await self._driver.write(run, lambda state: _resumed(state, commands))
+            case AskCaller():
+                return await self._ask_caller(run, step)
+            case Open():
+                return await self._open(run, step)
+            case Fork():
+                return await self._fork(run)
+
+    # Attempts.
+
+    def attempt_order(self, run: Run) -> Order:
+        """The present turn's next attempt: it goes on behind what the turn has generated."""
+        order, current = run.order, run.transcript.current
+        assert order is not None
+        sampling = order.sampling
+        if sampling.seed is None:  # a later attempt must draw as this one would have
+            name = f"{run.run_id}/{run.state.turn}".encode()
+            seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
+            sampling = msgspec.structs.replace(sampling, seed=seed)
+        return replace(
+            order,
+            token_ids=order.token_ids + bytes(current.ids),
+            generated_tokens=len(current.ids) // 4,
+            max_tokens=most_tokens(order.max_tokens, run.state, run.accounts()),
+            sampling=sampling,
+            prefers=order.prefers if run.state.attempt == 0 else run.state.engine_id or "",
+        )
+
+    async def dispatch(self, run: Run, engine: EngineView, lost_attempt: int | None = None) -> None:
+        """Sends the turn as a new attempt if it waits, or if that attempt was lost without a token; waits for
+        a lost bus.
+        """
+        try:
+            async with run.lock:
+                while run.run_id in self._driver.runs:
+                    try:
+                        await self._try_dispatch(run, engine, lost_attempt)
+                        break
+                    except BusLost:
+                        if run.state.phase is Phase.DISPATCHED:
+                            lost_attempt = run.state.attempt  # written, but perhaps not sent
+                        await self._bus.wait_available()
+        finally:
+            run.is_released = False
+        await self._driver.nudge(run)
+
+    async def expire(self, run: Run) -> None:
+        """Its class lets nobody wait in line for so long; one that has left the line meanwhile goes on."""
+        async with run.lock:
+            if self._places.is_waiting(run.run_id):
+                with contextlib.suppress(BusLost):  # then it comes into the line anew
+                    await self._driver.verdict(
+                        run, lambda state: failed(state, "queue_timeout", QUEUE_TIMEOUT)
+                    )
+        await self._driver.nudge(run)
+
+    async def _try_dispatch(self, run: Run, engine: EngineView, lost_attempt: int | None) -> None:
+        order, info = self.attempt_order(run), engine.info
+        if lost_attempt is None and not isinstance(next_step(run.view(time.time())), Enter):
+            self._places.leave(run.run_id)  # something else is to be done first
+            return
+        granted = await self._keeper.promised(run, order.max_tokens - order.generated_tokens)
+        if granted <= 0:
+            await self._keeper.look_at_tree(run)
+            run.tree = replace(run.tree, output_tokens=run.state.spec.tree_budget.output_tokens or 0)
+            self._places.leave(run.run_id)
+            return
+        order = replace(order, max_tokens=min(order.max_tokens, granted + order.generated_tokens))
+
+        def make(state: RunState) -> Dispatched | None:
+            was_lost = state.is_on_engine and state.attempt == lost_attempt and not state.attempt_tokens
+            if state.phase is not Phase.WAITING and not was_lost:
+                return None
+            return Dispatched(engine_id=info.engine_id, incarnation=info.incarnation, turn=state.turn)
+
+        if await self._driver.write(run, make):
+            self._places.move(run.run_id, engine)
+            submit = submit_of(order, run.run_id, run.state.attempt, info)
+            await self._bus.send(inbox_key(info.engine_id), encode(submit))
+
+    # Between turns.
+
+    async def _ask_caller(self, run: Run, step: AskCaller) -> bool:
+        calls = calls_of(run.run_id, run.state.turn, run.said) if step.with_calls else ()
+        asked = InputRequired(calls=calls, at=time.time())
+        return await self._driver.write(run, lambda state: _after_turn(state, asked))
+
+    async def _open(self, run: Run, step: Open) -> bool:
+        """Another turn; what cannot be put before the model refuses its commands and fails nothing."""
+        assert run.order is not None and run.conversation is not None
+        commands = [steer.command for steer in step.steers]
+        added = [_message("user", "\n\n".join(steer.text for steer in step.steers))] if step.steers else []
+        if step.response is not None:
+            commands.append(step.response.command)
+            added = [*_response(run, step.response.outputs, step.response.text), *added]
+        kept, dropped = self._kept(run)
+        ids = run.order.token_ids + bytes(run.transcript.current.ids[: 4 * kept])
+        try:
+            order = await run.conversation.extend(run.order, ids, added)
+        except GatewayError as error:
+            answers = [Answered(command=c, error=error.kind, message=error.message) for c in commands]
+            await self._driver.answer(run, *answers)
+            return True
+        opened = TurnOpened(
+            turn=run.state.turn + 1,
+            cause=step.cause,
+            added=tuple(added),
+            commands=tuple(commands),
+            kept_tokens=kept,
+            dropped_call=dropped,
+            prompt_tokens=order.prompt_tokens,
+            request=msgspec.Raw(order.request),
+            at=time.time(),
+        )
+        if not await self._driver.write(run, lambda state: _next_turn(state, opened)):
+            return False
+        run.order, run.num_resent = order, 0
+        return True
+
+    def _kept(self, run: Run) -> tuple[int, str | None]:
+        """How many of the turn's tokens stay, and the name of the open call that does not."""
+        current = run.transcript.current
+        is_whole = run.state.turn_end is not None and not isinstance(run.state.turn_end, Paused)
+        cut = None if is_whole else open_call(current.shape.reading, current.text)
+        if cut is None or run.conversation is None:
+            return len(current.ids) // 4, None
+        return run.conversation.kept_tokens(bytes(current.ids), current.text[: cut.start]), cut.name
+
+    # Forks.
+
+    async def _fork(self, run: Run) -> bool:
+        """Makes the children that can leave now, each once."""
+        await self._keeper.ids(run)
+        on_border = not run.state.is_on_engine and run.state.phase is not Phase.WAITING
+        left = run.left
+        for fork in left.forks:
+            if on_border or not fork.at.is_now:
+                await self._driver.answer(run, await self._make_child(run, fork))
+        return True
+
+    async def _make_child(self, run: Run, fork: ForkRun) -> Answered:
+        ids = self._ids_at(run, fork.at)
+        if ids is None:
+            message = "There is no such point in the run: name a turn that has ended, or a token that it has."
+            return Answered(command=fork.command, error="invalid_field", message=message)
+        try:
+            await self._driver.make_child(fork, run, ids)
+        except BusLost:
+            raise
+        except GatewayError as error:
+            return Answered(command=fork.command, error=error.kind, message=error.message)
+        return Answered(command=fork.command, applied="forked", turn=run.state.turn, tokens=len(ids) // 4)
+
+    def _ids_at(self, run: Run, at: ForkPoint) -> bytes | None:
+        """The run's tokens up to there; None: it does not have so many."""
+        assert run.order is not None
+        ids = run.order.token_ids + bytes(run.transcript.current.ids)
+        return cut_ids(ids, at, run.transcript.ends, is_open=run.state.phase not in _CLOSED)
+
+
+def cut_ids(ids: bytes, at: ForkPoint, ends: Sequence[int], *, is_open: bool) -> bytes | None:
+    """A run's tokens up to a point. `ends`: how many there are at each turn's end; the last may be open."""
+    if at.token is not None:
+        return ids[: 4 * at.token] if 1 <= at.token <= len(ids) // 4 else None
+    if at.turn is not None:
+        closed = ends[:-1] if is_open else ends
+        return ids[: 4 * closed[at.turn - 1]] if 1 <= at.turn <= len(closed) else None
+    return ids
+
+
+def _resumed(state: RunState, commands: tuple[str, ...]) -> Resumed | None:
+    return Resumed(commands=commands, at=time.time()) if state.phase is Phase.PAUSED else None
+
+
+def _after_turn(state: RunState, asked: InputRequired) -> InputRequired | None:
+    return asked if state.phase is Phase.TURN_ENDED else None
+
+
+def _next_turn(state: RunState, opened: TurnOpened) -> TurnOpened | None:
+    between = state.phase in (Phase.PAUSED, Phase.TURN_ENDED, Phase.INPUT_REQUIRED)
+    return opened if between and state.turn + 1 == opened.turn else None
+
+
+def _message(role: str, content: str, **more: str) -> bytes:
+    return msgspec.json.encode({"role": role, "content": content, **more})
+
+
+def _response(run: Run, outputs: Sequence[ToolOutput], text: str) -> list[bytes]:
+    """Results in the order of their calls, then text."""
+    told = {output.call_id: output.output for output in outputs}
+    added = [
+        _message("tool", told[call.id], tool_call_id=call.id, name=call.name)
+        for call in run.state.calls
+        if call.id in told
+    ]
+    return [*added, _message("user", text)] if text else added
