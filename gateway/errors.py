@@ -28,6 +28,7 @@ KINDS: dict[str, ErrorKind] = {
     "invalid_json": ErrorKind(400, INVALID),
     "template_error": ErrorKind(400, INVALID),
     "context_length_exceeded": ErrorKind(400, INVALID),
+    "thread_unsupported_request": ErrorKind(400, INVALID),
     "unauthorized": ErrorKind(401, "authentication_error"),
     "forbidden": ErrorKind(403, "permission_error"),
     "origin_not_allowed": ErrorKind(403, "permission_error"),

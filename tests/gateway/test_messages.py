@@ -67,7 +67,7 @@ async def test_a_stream_is_told_in_anthropics_events(qwen: Gateway) -> None:
     [run_id] = qwen.runs.runs
     num_prompt = len(qwen.runs.last.order.token_ids) // 4
     usage = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0}
-    message = {
+    message: dict[str, Any] = {
         "id": f"msg_{run_id.removeprefix('run-')}",
         "type": "message",
         "role": "assistant",

@@ -22,13 +22,6 @@ from .tools import ToolChoice, chat_choice, read_tools
 
 StopSequence = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
-WORDS = (
-    ("response_format.json_schema.schema", "output_config.format.schema"),
-    ("response_format", "output_config.format"),
-    ("function.parameters", "input_schema"),
-)
-"""Names of chat fields in errors, and what was sent instead."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -98,14 +91,6 @@ def parse_prompt(body: bytes) -> ChatRequest:
     return _chat_request(convert(fields, PromptRequest, remedies=MESSAGES_REMEDIES), fields)
 
 
-def in_our_words(error: InvalidField) -> InvalidField:
-    """What is wrong with a chat request, told of the body that it was made from."""
-    param, message = error.param, error.message
-    for theirs, ours in WORDS:
-        param, message = param and param.replace(theirs, ours), message.replace(theirs, ours)
-    return InvalidField(param, message, kind=error.kind)
-
-
 def _chat_request(asked: PromptRequest, fields: dict[str, Any]) -> ChatRequest:
     _refuse_lost(asked)
     tools = read_tools(asked.tools)
@@ -120,10 +105,7 @@ def _chat_request(asked: PromptRequest, fields: dict[str, Any]) -> ChatRequest:
         chat["stop"] = asked.stop_sequences
     chat |= _format(asked)
     chat["chat_template_kwargs"] = _template_variables(asked)
-    try:
-        request = chat_request(chat)
-    except InvalidField as error:
-        raise in_our_words(error) from None
+    request = chat_request(chat)
     if tools.num_skipped or history.num_changed:
         log.info("messages_read", hosted_tools=tools.num_skipped, changed_thoughts=history.num_changed)
     omits = asked.thinking is not None and asked.thinking.display == "omitted"
@@ -139,9 +121,13 @@ def _refuse_lost(asked: PromptRequest) -> None:
     """What could not be ignored without losing a part of the conversation."""
     if asked.mcp_servers:
         raise wrong("mcp_servers", asked.mcp_servers)
-    for name in ("container", "thread"):
-        if getattr(asked, name, None) is not None:
-            raise wrong(name, getattr(asked, name))
+    if not isinstance(asked, MessagesRequest):
+        return
+    if asked.container is not None:
+        raise wrong("container", asked.container)
+    if asked.thread is not None:
+        error = wrong("thread", asked.thread)
+        raise InvalidField(error.param, error.message, kind="thread_unsupported_request")
 
 
 def _format(asked: PromptRequest) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.callers.hints import Caller, read_hints
-from gateway.errors import InvalidField
 from gateway.http.access import access_of
 from gateway.http.api import parse
 from gateway.http.calls import answer_call
@@ -15,7 +14,7 @@ from gateway.http.route import Route
 from gateway.http.state import STATE
 from gateway.http.stream import json_response
 
-from .body import MessagesRequest, PromptRequest, in_our_words, parse_messages, parse_prompt
+from .body import MessagesRequest, PromptRequest, parse_messages, parse_prompt
 from .shapes import Message, MessageEvent, MessagesErrorBody
 
 
@@ -27,10 +26,7 @@ class TokenCount(Struct, frozen=True):
 
 async def post_messages(request: web.Request) -> web.StreamResponse:
     """Starts the run and follows it to its end."""
-    try:
-        return await answer_call(request, parse_messages, prepare_chat)
-    except InvalidField as error:
-        raise in_our_words(error) from None
+    return await answer_call(request, parse_messages, prepare_chat)
 
 
 async def post_count(request: web.Request) -> web.StreamResponse:

@@ -139,11 +139,18 @@ class MessageStop(Struct, frozen=True, tag="message_stop"):
     """Nothing follows."""
 
 
+class ErrorDetails(Struct, frozen=True):
+    """What clients act upon."""
+
+    error_code: str
+
+
 class MessagesError(Struct, frozen=True):
     """`type` is the kind."""
 
     type: str
     message: str
+    details: ErrorDetails | UnsetType = UNSET
 
 
 class MessagesErrorBody(Struct, frozen=True, kw_only=True, tag="error"):
