@@ -60,6 +60,7 @@ class Held:
     charge: Charge = Charge(0.0, 0)
     engine_id: str = ""
     has_expired: bool = False
+    is_settled: bool = False
 
     @property
     def queue(self) -> tuple[str, FlowClass]:
@@ -183,13 +184,13 @@ class Admission:
         """What a released ticket took in the end; its tree pays the difference or gets it back."""
         held = self._released.get(run_id)
         if held is not None:
-            self._queue(held.queue).charge(held.seat, seconds - held.charge.seconds)
-            held.charge = Charge(seconds, held.charge.pages)
+            self._settle(held, seconds)
 
     def leave(self, run_id: str) -> bool:
         """Forgets a ticket wherever it is. True when it still waited in a line."""
         released = self._released.pop(run_id, None)
         if released is not None:
+            self._settle(released, released.charge.seconds)
             del self._at_engine[released.engine_id][run_id]
             if not self._at_engine[released.engine_id]:
                 del self._at_engine[released.engine_id]
@@ -241,6 +242,12 @@ class Admission:
         self._put_in(held)
         return held.ticket
 
+    def _settle(self, held: Held, seconds: float) -> None:
+        if not held.is_settled:
+            self._queues[held.queue].settle(held.seat, held.charge.seconds, seconds)
+            held.charge = Charge(seconds, held.charge.pages)
+            held.is_settled = True
+
     def _put(self, held: Held, engine_id: str) -> None:
         held.engine_id = engine_id
         self._at_engine.setdefault(engine_id, {})[held.ticket.run_id] = held
@@ -248,7 +255,10 @@ class Admission:
     def _queue(self, key: tuple[str, FlowClass]) -> FairQueue:
         if key not in self._queues:
             if len(self._queues) >= MAX_QUEUES:
-                self._queues = {known: queue for known, queue in self._queues.items() if queue}
+                used = {held.queue for held in self._released.values()}
+                self._queues = {
+                    known: queue for known, queue in self._queues.items() if queue or known in used
+                }
                 self._served_at = {known: self._served_at[known] for known in self._queues}
             self._queues[key] = FairQueue()
         return self._queues[key]

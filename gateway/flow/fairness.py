@@ -10,6 +10,9 @@ import heapq
 import itertools
 from dataclasses import dataclass, field
 
+LEAST_SECONDS = 1e-6
+"""Less is what sums leave of rounding."""
+
 LEAST_FLOWS = 64
 """So many are kept before those that are owed and owe nothing are looked for."""
 
@@ -31,9 +34,14 @@ class Seat:
 
 @dataclass(slots=True)
 class _Flow:
-    served: float  # seconds it has had, on the rotation's scale
+    served: float  # seconds it has had, on the rotation's scale, and those under way
     number: int  # of its newest place in the order; older ones are void
-    is_waiting: bool = True
+    under_way: float = 0.0  # seconds of it that are not settled
+    is_waiting: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        return self.is_waiting or self.under_way > 0
 
 
 class Rotation:
@@ -41,14 +49,15 @@ class Rotation:
     least goes next, of equals the one that has waited for longest.
 
     What a flow takes over its due is owed, also while it does not wait; what it leaves is not saved up.
-    `_passed` are the seconds that each could have had: whoever comes begins there.
+    `_passed` are the settled seconds that each could have had. Whoever comes begins there: before those who have
+    much under way.
     """
 
     def __init__(self) -> None:
         self._flows: dict[str, _Flow] = {}
         self._order: list[tuple[float, int, str]] = []  # a heap with void places
         self._passed = 0.0
-        self._num_waiting = 0
+        self._num_active = 0
         self._numbers = itertools.count()
         self._max_flows = LEAST_FLOWS
         self._max_order = LEAST_FLOWS
@@ -62,8 +71,7 @@ class Rotation:
             served, number, key = self._order[0]
             flow = self._flows.get(key)
             if flow is not None and flow.is_waiting and flow.number == number:
-                if served > self._passed:
-                    self._passed = served
+                self._passed = max(self._passed, served - flow.under_way)
                 return key
             heapq.heappop(self._order)
         return None
@@ -72,22 +80,38 @@ class Rotation:
         """The flow waits for its turn."""
         flow = self._known(key)
         if not flow.is_waiting:
+            self._num_active += not flow.is_active
             flow.is_waiting = True
-            self._num_waiting += 1
             flow.served = max(flow.served, self._passed)
             self._place(key, flow)
 
     def leave(self, key: str) -> None:
         """It waits no more."""
         flow = self._flows[key]
-        self._num_waiting -= flow.is_waiting
+        was_active = flow.is_active
         flow.is_waiting = False
+        self._num_active -= was_active and not flow.is_active
 
     def charge(self, key: str, seconds: float) -> None:
-        """It has had so much more; less than 0 is given back."""
+        """So many of its seconds are under way, as far as is known."""
         flow = self._known(key)
+        was_active = flow.is_active
         flow.served += seconds
-        self._passed += seconds / max(self._num_waiting, 1)
+        flow.under_way += seconds
+        self._num_active += flow.is_active and not was_active
+        if flow.is_waiting:
+            self._place(key, flow)
+
+    def settle(self, key: str, charged: float, seconds: float) -> None:
+        """Of those that were charged, so many were taken in the end."""
+        flow = self._known(key)
+        self._passed += seconds / max(self._num_active, 1)
+        was_active = flow.is_active
+        flow.served += seconds - charged
+        flow.under_way -= charged
+        if flow.under_way < LEAST_SECONDS:
+            flow.under_way = 0.0
+        self._num_active -= was_active and not flow.is_active
         if flow.is_waiting:
             self._place(key, flow)
 
@@ -95,7 +119,7 @@ class Rotation:
         if key not in self._flows:
             if len(self._flows) >= self._max_flows:
                 self._forget()
-            self._flows[key] = _Flow(self._passed, next(self._numbers), is_waiting=False)
+            self._flows[key] = _Flow(self._passed, next(self._numbers))
         return self._flows[key]
 
     def _place(self, key: str, flow: _Flow) -> None:
@@ -108,10 +132,10 @@ class Rotation:
 
     def _forget(self) -> None:
         debts = [
-            key for key, flow in self._flows.items() if not flow.is_waiting and flow.served > self._passed
+            key for key, flow in self._flows.items() if not flow.is_active and flow.served > self._passed
         ]
         kept = set(heapq.nlargest(MAX_DEBTS, debts, key=lambda key: self._flows[key].served))
-        self._flows = {key: flow for key, flow in self._flows.items() if flow.is_waiting or key in kept}
+        self._flows = {key: flow for key, flow in self._flows.items() if flow.is_active or key in kept}
         self._max_flows = 2 * len(self._flows) + LEAST_FLOWS
 
 
@@ -168,9 +192,14 @@ class FairQueue:
             self._shares.leave(seat.share)
 
     def charge(self, seat: Seat, seconds: float) -> None:
-        """The seat's tree and share have had so much more, before the ticket is removed or long after."""
+        """The seat's ticket is about to go, for so many seconds as far as is known."""
         self._shares.charge(seat.share, seconds)
-        self._share(seat.share).trees.charge(seat.tree, seconds)
+        self._by_share[seat.share].trees.charge(seat.tree, seconds)
+
+    def settle(self, seat: Seat, charged: float, seconds: float) -> None:
+        """It took so many in the end."""
+        self._shares.settle(seat.share, charged, seconds)
+        self._share(seat.share).trees.settle(seat.tree, charged, seconds)
 
     def _share(self, name: str) -> _Share:
         if name not in self._by_share:

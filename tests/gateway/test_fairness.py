@@ -18,6 +18,12 @@ def tree(name: str, flow_class: FlowClass = "default", calls: int = 16, seconds:
     return Tree(name, flow_class, calls, lambda _number: seconds)
 
 
+def take(rotation: Rotation, key: str, seconds: float) -> None:
+    """A call that takes what was expected and has ended."""
+    rotation.charge(key, seconds)
+    rotation.settle(key, seconds, seconds)
+
+
 def assert_equal_shares(trees: list[Tree]) -> None:
     mean = sum(one.served for one in trees) / len(trees)
     assert [one.served for one in trees] == pytest.approx([mean] * len(trees), rel=0.15)
@@ -116,21 +122,48 @@ def test_what_was_not_used_is_not_saved_up() -> None:
     rotation.enter("busy")
     for _ in range(100):
         assert rotation.first() == "busy"
-        rotation.charge("busy", 1.0)
+        take(rotation, "busy", 1.0)
     rotation.enter("new")
     order = []
     for _ in range(10):
         key = rotation.first()
         assert key is not None
-        rotation.charge(key, 1.0)
+        take(rotation, key, 1.0)
         order.append(key)
     assert order.count("new") == 5
+
+
+def test_who_comes_goes_before_those_who_have_much_under_way() -> None:
+    rotation = Rotation()
+    rotation.enter("busy")
+    for _ in range(6):
+        rotation.charge("busy", 10.0)
+    rotation.enter("new")
+    order = []
+    for _ in range(8):
+        key = rotation.first()
+        assert key is not None
+        rotation.charge(key, 10.0)
+        order.append(key)
+    assert order == ["new"] * 6 + ["busy", "new"]
+
+
+def test_a_wrong_guess_about_others_is_not_held_against_who_comes() -> None:
+    """Six calls under way were taken for ten times what they took: the newcomer is not behind for that."""
+    rotation = Rotation()
+    rotation.enter("busy")
+    for _ in range(6):
+        rotation.charge("busy", 10.0)
+    rotation.enter("new")
+    for _ in range(6):
+        rotation.settle("busy", 10.0, 1.0)
+    assert rotation.first() == "new"
 
 
 def test_one_that_owes_is_not_passed_for_ever_by_new_ones() -> None:
     rotation = Rotation()
     rotation.enter("owes")
-    rotation.charge("owes", 20.0)
+    take(rotation, "owes", 20.0)
     for number in range(100):
         rotation.enter(f"new {number}")
         rotation.enter(f"other {number}")
@@ -138,7 +171,7 @@ def test_one_that_owes_is_not_passed_for_ever_by_new_ones() -> None:
         assert key is not None
         if key == "owes":
             break
-        rotation.charge(key, 10.0)
+        take(rotation, key, 10.0)
         rotation.leave(key)
     assert number < 10
 
@@ -147,13 +180,13 @@ def test_leaving_and_coming_again_pays_no_debt() -> None:
     rotation = Rotation()
     for key in ("a", "b"):
         rotation.enter(key)
-    rotation.charge("a", 10.0)
+    take(rotation, "a", 10.0)
     for _ in range(1000):
         rotation.leave("a")
         rotation.enter("a")
     for _ in range(9):
         assert rotation.first() == "b"
-        rotation.charge("b", 1.0)
+        take(rotation, "b", 0.5)
 
 
 def test_memory_stays_bounded_over_many_trees_and_tenants() -> None:
@@ -163,6 +196,7 @@ def test_memory_stays_bounded_over_many_trees_and_tenants() -> None:
         queue.enter(f"r{number}", seat)
         queue.charge(seat, 1.0)
         queue.remove(f"r{number}", seat)
+        queue.settle(seat, 1.0, 1.0)
     assert len(queue._shares._flows) <= 2 * MAX_DEBTS + 128
     assert sum(len(share.trees._flows) for share in queue._by_share.values()) < 5 * MAX_DEBTS
     assert sum(len(share.trees._order) for share in queue._by_share.values()) < 5 * MAX_DEBTS
