@@ -49,8 +49,8 @@ class Rotation:
     least goes next, of equals the one that has waited for longest.
 
     What a flow takes over its due is owed, also while it does not wait; what it leaves is not saved up.
-    `_passed` are the settled seconds that each could have had. Whoever comes begins there: before those who have
-    much under way.
+    `_passed` are the settled seconds that each could have had. Whoever comes begins there: before those
+    that have many under way.
     """
 
     def __init__(self) -> None:
