@@ -82,7 +82,7 @@ async def started_call(
     if told.session or told.agent:
         structlog.contextvars.bind_contextvars(session=told.session or told.agent)
     engine = find_engine(state.directory, asked.model, state.aliases)
-    with state.runs.reserve(engine) as place:
+    with state.runs.reserve(engine, caller.flow) as place:
         prepared = await prepare(asked, caller, engine, state.prompts)
         call = _named(state, prepared)
         with _closing(call):
