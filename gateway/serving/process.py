@@ -20,6 +20,7 @@ from aiohttp import web
 from gateway.bus import Bus, BusLost
 from gateway.callers.tokens import TokenStore
 from gateway.flow.directory import Directory
+from gateway.flow.places import Places
 from gateway.http.app import build_app
 from gateway.http.metrics_page import turn_observer
 from gateway.runs.caretaker import Caretaker
@@ -121,9 +122,10 @@ async def run_gateway(
     if supervisor is None:  # else `serve` has looked
         await _check_server(bus, bus_url)
     directory = Directory(bus)
-    runs = Runs(bus, directory, max_waiting=settings.max_waiting)
-    caretaker = Caretaker(bus, directory, runs)
     instruments = Instruments()
+    places = Places(directory, settings.max_waiting, classes=settings.classes, watch=instruments.flow)
+    runs = Runs(bus, directory, places=places)
+    caretaker = Caretaker(bus, directory, runs)
     runs.on_turn_end.append(turn_observer(instruments))
     tokens = TokenStore(tokens_file(settings, home))
     app = build_app(
