@@ -14,20 +14,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcache.cache import Cache
 from tests.fakes import END_ID, FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
+from tests.workers.engine_bench import resumed
 from workers import cuts, leaving, line, misses, sharing
 from workers.engine import Engine
 from workers.messages import (
     Cancel,
     CancelAgents,
-    Cancelled,
     Event,
     Failed,
     Finished,
+    Pause,
+    Paused,
     Progress,
     Sampling,
     Started,
     Submit,
     Tokens,
+    TurnEnd,
 )
 from workers.pace import PaceLimits
 
@@ -105,7 +108,7 @@ for _name in FAULTY_METHODS:
 
 
 class Engines(RuleBasedStateMachine):
-    """Random arrivals, cancels, faults and failed steps over a small pool."""
+    """Random arrivals, pauses, cancels, faults and failed steps over a small pool."""
 
     @initialize(
         num_pages=st.sampled_from([8, 12, 16, 40]),
@@ -154,8 +157,9 @@ class Engines(RuleBasedStateMachine):
             clock=clock,
         )
         self.clock = clock
-        self.submits: dict[str, Submit] = {}
-        self.events: dict[str, list[Event]] = defaultdict(list)
+        self.submits: dict[str, list[Submit]] = {}  # a run's attempts, which go on from each other
+        self.events: dict[str, list[Event]] = defaultdict(list)  # of all its attempts
+        self.attempts: dict[tuple[str, int], list[Event]] = defaultdict(list)
         self.answers: list[list[int]] = [[]]
 
     @rule(
@@ -186,7 +190,7 @@ class Engines(RuleBasedStateMachine):
         run_id = f"run{len(self.submits)}"
         history = self.answers[answer % len(self.answers)]
         sampling = Sampling(temperature=0.0 if seed is None else 1.0, seed=seed)
-        self.submits[run_id] = fake_submit(
+        submit = fake_submit(
             run_id,
             [*head, *history, *tail],
             max_tokens=max_tokens,
@@ -197,7 +201,8 @@ class Engines(RuleBasedStateMachine):
             agent=agent,
             **hints,
         )
-        self.engine.submit(self.submits[run_id])
+        self.submits[run_id] = [submit]
+        self.engine.submit(submit)
 
     @rule(session=st.sampled_from(["", "s"]), agent=st.sampled_from(["", "a", "b", "c"]))
     def cancel_agents(self, session: str, agent: str) -> None:
@@ -217,8 +222,35 @@ class Engines(RuleBasedStateMachine):
     @precondition(lambda self: self.submits)
     @rule(index=st.integers(0, 100))
     def cancel(self, index: int) -> None:
-        run_id = list(self.submits)[-1 - index % len(self.submits)]
-        self.engine.cancel(Cancel(run_id=run_id, attempt=1))
+        submit = self._recent(index)
+        self.engine.cancel(Cancel(run_id=submit.run_id, attempt=submit.attempt))
+
+    @precondition(lambda self: self.submits)
+    @rule(index=st.integers(0, 3), hold_seconds=st.sampled_from([0.0, 1.0, 100.0, 600.0]))
+    def pause(self, index: int, hold_seconds: float) -> None:
+        submit = self._recent(index)
+        self.engine.pause(Pause(run_id=submit.run_id, attempt=submit.attempt, hold_seconds=hold_seconds))
+
+    @precondition(lambda self: self._paused())
+    @rule(index=st.integers(0, 100))
+    def resume(self, index: int) -> None:
+        paused = self._paused()
+        run_id = paused[index % len(paused)]
+        submit = resumed(self.submits[run_id][-1], self._token_ids(self.events[run_id]))
+        self.submits[run_id].append(submit)
+        self.engine.submit(submit)
+
+    def _recent(self, index: int) -> Submit:
+        """The last attempt of one of the runs, the newest first."""
+        return list(self.submits.values())[-1 - index % len(self.submits)][-1]
+
+    def _paused(self) -> list[str]:
+        """Runs that may go on."""
+        return [
+            run_id
+            for run_id, attempts in self.submits.items()
+            if any(isinstance(e, Paused) for e in self.attempts[run_id, attempts[-1].attempt])
+        ]
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:
@@ -259,13 +291,22 @@ class Engines(RuleBasedStateMachine):
         assert not self.engine.has_work, "the engine does not come to an end"
         counts = self.engine.stats()
         assert (counts.num_running, counts.num_waiting, counts.num_live_pages) == (0, 0, 0)
-        for run_id, submit in self.submits.items():
-            self._check_run(submit, self.events[run_id])
+        for run_id, attempts in self.submits.items():
+            self._check_run(attempts[0], self.events[run_id])
+            for attempt in attempts:
+                self._check_attempt(self.attempts[run_id, attempt.attempt])
+        self.engine.cancel_agents(CancelAgents(session="s"))
+        for run_id in self.submits:
+            self.engine.cancel(Cancel(run_id=run_id, attempt=1))
+        self.clock.advance(4000.0)
+        self.engine.rest()
+        assert self.engine.stats().num_pinned_pages == 0
 
     def _step(self) -> None:
         self.clock.advance(self.engine.rest_seconds)
         for told in self.engine.step():
             self.events[told.run_id].append(told.event)
+            self.attempts[told.run_id, told.attempt].append(told.event)
             if isinstance(told.event, Finished):
                 self.answers.append(self._token_ids(self.events[told.run_id])[:20])
         self.engine.check_integrity()
@@ -275,11 +316,7 @@ class Engines(RuleBasedStateMachine):
 
     def _check_run(self, submit: Submit, events: list[Event]) -> None:
         end = events[-1]
-        assert isinstance(end, Finished | Cancelled | Failed), "no terminal event"
-        assert sum(isinstance(event, Finished | Cancelled | Failed) for event in events) == 1
-        kinds = [type(event) for event in events[:-1]]
-        order = [Started, Progress, Tokens]
-        assert kinds == sorted(kinds, key=order.index) and kinds.count(Started) <= 1
+        assert isinstance(end, TurnEnd), "no terminal event"
         sent = self._token_ids(events)
         text = "".join(event.text for event in events if isinstance(event, Tokens))
         assert end.usage.completion_tokens == len(sent)
@@ -289,11 +326,25 @@ class Engines(RuleBasedStateMachine):
         expected, expected_text, reason = self._naive(submit)
         if isinstance(end, Finished):
             assert (sent, text, end.reason) == (expected, expected_text, reason), submit
-        else:
-            assert expected[: len(sent)] == sent
-            if isinstance(end, Failed):
-                assert end.error in ("row_fault", "step_failed", "planning_failed", "cancel_failed")
-                assert expected_text.startswith(text), (expected_text, text)
+            return
+        assert expected[: len(sent)] == sent
+        if isinstance(end, Failed):
+            assert end.error in (
+                "row_fault",
+                "step_failed",
+                "planning_failed",
+                "cancel_failed",
+                "pause_failed",
+            )
+        if isinstance(end, Failed | Paused):
+            assert expected_text.startswith(text), (expected_text, text)
+
+    def _check_attempt(self, events: list[Event]) -> None:
+        assert [isinstance(event, TurnEnd) for event in events[-2:]] in ([True], [False, True])
+        assert sum(isinstance(event, TurnEnd) for event in events) == 1
+        kinds = [type(event) for event in events[:-1]]
+        order = [Started, Progress, Tokens]
+        assert kinds == sorted(kinds, key=order.index) and kinds.count(Started) <= 1
 
     def _naive(self, submit: Submit) -> tuple[list[int], str, str]:
         num_tokens = min(submit.max_tokens, self.context_length - len(submit.token_ids) // 4)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from kvcache.cache import Cache
 from tests.fakes import FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
 from workers.drafting import Drafter
@@ -113,3 +115,14 @@ class Bench:
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
     return [(seed * 31 + index * 7 + index // 5) % 251 for index in range(num_tokens)]
+
+
+def resumed(submit: Submit, token_ids: Sequence[int]) -> Submit:
+    """The attempt after this one of a turn that has generated these tokens."""
+    prompt = submit.token_ids[: len(submit.token_ids) - 4 * submit.generated_tokens]
+    return msgspec.structs.replace(
+        submit,
+        attempt=submit.attempt + 1,
+        token_ids=prompt + array("I", token_ids).tobytes(),
+        generated_tokens=len(token_ids),
+    )

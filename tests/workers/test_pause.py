@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from array import array
-from typing import Any
-
-import msgspec
 import pytest
 
 from tests.fakes import FakeModel, fake_submit
-from tests.workers.engine_bench import PAGE_TOKENS, Bench, prompt_of
-from workers.drafting import Drafter
+from tests.workers.engine_bench import PAGE_TOKENS, Bench, prompt_of, resumed
 from workers.messages import (
     Cancel,
-    CancelAgents,
+    Cancelled,
     Failed,
     Finished,
     Pause,
@@ -26,16 +21,6 @@ from workers.turn import Turn
 
 KINDS = (None, 8)
 """Rows of states: a dense model, a hybrid."""
-
-
-def resumed(submit: Submit, token_ids: list[int]) -> Submit:
-    """The next attempt of a turn that has generated these tokens."""
-    return msgspec.structs.replace(
-        submit,
-        attempt=submit.attempt + 1,
-        token_ids=submit.token_ids + array("I", token_ids).tobytes(),
-        generated_tokens=len(token_ids),
-    )
 
 
 def pause(bench: Bench, run_id: str, attempt: int = 1, *, hold_seconds: float = 600.0) -> Paused:
@@ -63,8 +48,7 @@ def run_with_pauses(bench: Bench, submit: Submit, every: int) -> int:
             if isinstance(bench.events[submit.run_id][-1], Finished):
                 return asked.attempt
         pause(bench, submit.run_id, asked.attempt)
-        generated = bench.token_ids(submit.run_id)
-        asked = msgspec.structs.replace(resumed(submit, generated), attempt=asked.attempt + 1)
+        asked = resumed(asked, bench.token_ids(submit.run_id))
         bench.engine.submit(asked)
 
 
@@ -130,3 +114,97 @@ def test_a_turn_in_line_is_paused_without_having_begun() -> None:
     bench.engine.submit(resumed(submit, []))
     bench.run()
     assert bench.token_ids("one") == bench.model.generate(submit, 4)
+
+
+@pytest.mark.parametrize("num_states", KINDS)
+@pytest.mark.parametrize("every", [1, 2, 5])
+def test_a_stop_string_and_a_character_cut_by_a_pause_are_found_and_whole(
+    num_states: int | None, every: int
+) -> None:
+    model = FakeModel("aé漢".encode(), end_every=0)
+    stop = ("aaé", "éaé", "a\ufffda")
+    whole = Bench(num_states=num_states, model=model)
+    whole.ask("one", prompt_of(20), max_tokens=200, stop=stop)
+    expected = whole.events["one"][-1]
+    assert isinstance(expected, Finished) and expected.stop_text and len(whole.token_ids("one")) > every
+    bench = Bench(num_states=num_states, model=model)
+    run_with_pauses(bench, fake_submit("one", prompt_of(20), max_tokens=200, stop=stop), every)
+    end = bench.events["one"][-1]
+    assert isinstance(end, Finished)
+    assert (bench.text("one"), end.reason, end.stop_text) == (whole.text("one"), "stop", expected.stop_text)
+
+
+def test_a_pause_sends_no_held_text() -> None:
+    bench = Bench(model=FakeModel(b"ab", end_every=0))
+    submit = fake_submit("one", prompt_of(20), max_tokens=20, stop=("a" * 20, "b" * 20, "ab" * 20, "ba" * 20))
+    bench.engine.submit(submit)
+    step_until(bench, "one", 6)
+    text = bench.text("one")
+    assert len(text) < len(bench.token_ids("one"))
+    pause(bench, "one")
+    assert bench.text("one") == text
+
+
+@pytest.mark.parametrize("num_states", KINDS)
+def test_drafted_tokens_go_on_behind_a_pause(num_states: int | None) -> None:
+    model = FakeModel(end_every=0)
+    submit = fake_submit("one", prompt_of(20), max_tokens=40)
+    expected = model.generate(submit, 40)
+
+    class Foresight:
+        """Proposes what will come, and every third time something else."""
+
+        def propose(self, turn: Turn) -> list[int]:
+            rest = expected[len(turn.generated) : len(turn.generated) + 3]
+            return rest if len(turn.generated) % 3 else [*rest[:1], 0]
+
+    bench = Bench(num_states=num_states, model=model, drafter=Foresight())
+    run_with_pauses(bench, submit, 7)
+    assert bench.token_ids("one") == expected
+
+
+@pytest.mark.parametrize(
+    ("generated_tokens", "max_tokens", "word"),
+    [(20, 40, "generated_tokens"), (-1, 40, "generated_tokens"), (8, 8, "max_tokens"), (9, 8, "max_tokens")],
+)
+def test_a_turn_that_cannot_go_on_is_refused_by_name(
+    generated_tokens: int, max_tokens: int, word: str
+) -> None:
+    bench = Bench()
+    bench.ask("one", prompt_of(20), max_tokens=max_tokens, generated_tokens=generated_tokens)
+    end = bench.end("one")
+    assert isinstance(end, Failed) and end.error == "invalid_request"
+    assert word in end.message and str(generated_tokens) in end.message
+
+
+def test_the_largest_number_of_generated_tokens_leaves_a_prompt_of_one() -> None:
+    bench = Bench()
+    bench.ask("one", prompt_of(20), max_tokens=30, generated_tokens=19)
+    end = bench.events["one"][-1]
+    assert isinstance(end, Finished) and len(bench.token_ids("one")) == 11
+    assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (1, 30)
+
+
+def test_a_pause_of_an_unknown_or_ended_turn_changes_nothing() -> None:
+    bench = Bench()
+    bench.ask("one", prompt_of(20), max_tokens=3)
+    events = list(bench.events["one"])
+    for run_id, attempt in (("one", 1), ("one", 2), ("other", 1)):
+        bench.engine.pause(Pause(run_id=run_id, attempt=attempt))
+    bench.run()
+    assert bench.events["one"] == events and not bench.events["other"]
+    assert bench.engine.stats().num_pinned_pages == 0
+
+
+@pytest.mark.parametrize("num_states", KINDS)
+def test_a_second_pause_and_a_late_cancel_are_harmless(num_states: int | None) -> None:
+    bench = Bench(num_states=num_states)
+    bench.engine.submit(fake_submit("one", prompt_of(20), max_tokens=20))
+    step_until(bench, "one", 3)
+    for _ in range(2):
+        bench.engine.pause(Pause(run_id="one", attempt=1))
+    bench.engine.cancel(Cancel(run_id="one", attempt=1))
+    bench.run()
+    assert [type(event) for event in bench.events["one"][-2:]] == [type(bench.events["one"][-2]), Paused]
+    assert sum(isinstance(event, Paused | Cancelled) for event in bench.events["one"]) == 1
+    assert bench.engine.stats().num_pinned_pages == 0
