@@ -70,6 +70,7 @@ class Answer:
         self.logprobs: list[ChosenLogprob] = []
         self._turn = 1
         self._usage_before = Usage()  # of earlier turns
+        self._num_calls_before = 0  # likewise
         self._reader = Reader(self.shape.reading)
         self._is_thinking: bool | None = None  # None: the turn has not begun to, and may; False: no more
         self._texts: list[str] = []
@@ -105,13 +106,13 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """`stop`, `length` or `tool_calls`. An answer that ends within a call is cut short, by whatever: the
-        call is not whole. A derailed one was cut short as well; `derail` says so.
+        """`stop`, `length` or `tool_calls`, of the last turn. An answer that ends within a call is cut short, by
+        whatever: the call is not whole. A derailed one was cut short as well; `derail` says so.
         """
         reason = self.turn_end.reason if isinstance(self.turn_end, Finished) else "stop"
         if reason != "stop":
             return "length"
-        calls = self.said.calls
+        calls = self.said.calls[self._num_calls_before :]
         if not calls:
             return reason
         if not calls[-1].is_over:
@@ -167,6 +168,7 @@ class Answer:
                 parts = self._add(self._reader.end())
             self._turn = turn
             self._usage_before = self.usage
+            self._num_calls_before = len(self.said.calls)
             self._reader = Reader(self.shape.reading)
             self._is_thinking = None
             self._texts.clear()

@@ -58,7 +58,7 @@ def previous_not_found(response: str) -> InvalidField:
     """The conversation cannot go on from there."""
     return InvalidField(
         "previous_response_id",
-        f"Previous response with id '{shorten(response)}' not found: it was not stored, it has not ended, or "
+        f"'previous_response_id' '{shorten(response)}' not found: it was not stored, it has not ended, or "
         "part of its conversation has expired. Send the whole conversation as 'input'.",
         kind="previous_response_not_found",
     )

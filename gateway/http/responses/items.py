@@ -149,12 +149,12 @@ class _Dialogue:
     def _put(self, message: ChatMessage) -> None:
         """A message of somebody else. What systems say first is one message: templates take no second."""
         self._close_answer()
-        is_system = message["role"] in ("system", "developer")
-        if is_system and len(self._messages) == 1 and self._messages[0]["role"] in ("system", "developer"):
-            message["content"] = "\n\n".join(
-                filter(None, [self._messages.pop()["content"], message["content"]])
-            )
-        self._messages.append(message)
+        first = self._messages[0] if len(self._messages) == 1 else None
+        if first is not None and _is_system(first) and _is_system(message):
+            texts = filter(None, [first["content"], message["content"]])
+            self._messages = [{**first, "content": "\n\n".join(texts)}]
+        else:
+            self._messages.append(message)
 
     def _close_answer(self) -> None:
         if self._answer is not None:
@@ -162,6 +162,10 @@ class _Dialogue:
                 self._answer.setdefault("content", "")
             self._messages.append(self._answer)
             self._answer = None
+
+
+def _is_system(message: ChatMessage) -> bool:
+    return message["role"] in ("system", "developer")
 
 
 def _convert(item: Item, kind: type[Any], where: str) -> Any:
