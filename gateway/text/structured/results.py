@@ -30,7 +30,8 @@ def problem_with(schema: Schema, value: Any) -> str | None:
     if error is None:
         return None
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path)
-    return f"{shorten('result' + path, _MAX_PATH)} breaks the schema's '{error.validator}'"
+    broken = f"the schema's '{error.validator}'" if error.validator else "the schema: nothing may stand there"
+    return f"{shorten('result' + path, _MAX_PATH)} breaks {broken}"
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[ValidationError]:
@@ -56,7 +57,11 @@ def _additional_properties(
         return
     known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     for name, item in value.items():
-        if name not in known and not any(matches(pattern, name) for pattern in patterns):
+        if name in known or any(matches(pattern, name) for pattern in patterns):
+            continue
+        if allowed is False:
+            yield ValidationError("additionalProperties", path=[name])
+        else:
             yield from validator.descend(item, allowed, path=name)
 
 
