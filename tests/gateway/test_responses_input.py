@@ -16,8 +16,7 @@ from gateway.errors import GatewayError
 from gateway.http.api import ChatRequest
 from gateway.http.fields import read_fields
 from gateway.http.responses.body import check_body
-from gateway.http.responses.chat import Asked, to_chat
-from gateway.http.responses.endpoints import own_words
+from gateway.http.responses.chat import Asked, own_words, to_chat
 from gateway.text.prompts import Prompts
 
 from .http_gateway import Gateway
@@ -26,6 +25,8 @@ from .samples import QWEN
 from .test_responses import CUSTOM, NAMESPACE
 from .test_tool_calls import HERMES_CALL, THINKING, XML, XML_CALL, generating, serve
 from .test_written import clumsy
+
+DEEP_NOT = {"type": "object", "properties": {"x": {"not": {"type": "string"}}}}
 
 
 def chat(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -346,6 +347,20 @@ async def test_a_request_of_codex_with_all_its_fields(gateway: Gateway) -> None:
             "tool_choice.tools[0].name",
         ),
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": DEEP_NOT}}},
+            "text.format.schema.properties.x.not",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "mcp"},
+                    {**NAMESPACE, "tools": [{**TOOL, "parameters": DEEP_NOT, "strict": True}]},
+                ]
+            },
+            "tools.multi_agent_v1.read_file.parameters.properties.x.not",
+        ),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
         ({"chat_template_kwargs": 7}, "chat_template_kwargs"),
     ],

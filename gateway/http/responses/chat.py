@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from gateway.dialects.responses.echo import Echo, pack
+from gateway.errors import InvalidField
 from gateway.http.api import ChatRequest, CommonRequest, chat_request
 from gateway.http.fields import bad_field
 
 from .body import RESPONSES_REMEDIES, ResponsesRequest
 from .items import Item, to_messages
 from .tools import Tools
+
+OWN_NAMES = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("tool_choice.function", "tool_choice"),
+    ("messages", "input"),
+)
+"""A chat call's fields, and the body's where it calls them otherwise."""
 
 DROPPED = ("stream_options", "max_tokens")
 
@@ -55,6 +66,24 @@ def to_chat(asked: Asked, items: Sequence[Item], *, is_stored: bool) -> ChatRequ
         chat["response_format"] = response_format
     echoed = pack(_echo(request, tools, is_stored=is_stored))
     return msgspec.structs.replace(chat_request(chat), endpoint="responses", echoed=echoed)
+
+
+@contextmanager
+def own_words() -> Iterator[None]:
+    """Errors of the chat call that a body was made into name the body's own fields."""
+    try:
+        yield
+    except InvalidField as error:
+        own = _own_param(error.param or "")
+        message = error.message.replace(f"'{error.param}'", f"'{own}'")
+        raise InvalidField(own or None, message, kind=error.kind) from None
+
+
+def _own_param(param: str) -> str:
+    for chat, own in OWN_NAMES:
+        if param.startswith(chat):
+            return own + param[len(chat) :]
+    return param
 
 
 def _variables(request: ResponsesRequest, given: Any) -> Any:

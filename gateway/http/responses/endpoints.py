@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 import msgspec
 from aiohttp import web
@@ -24,7 +24,7 @@ from gateway.text.prompts import is_small
 
 from .background import BACKGROUND, follow, told_run
 from .body import ResponsesRequest, check_body
-from .chat import Asked, to_chat
+from .chat import Asked, own_words, to_chat
 from .history import (
     History,
     Kept,
@@ -34,7 +34,7 @@ from .history import (
     shown_items,
     stored_run,
 )
-from .items import Item, in_own_words
+from .items import Item
 from .listing import page_of
 
 LOOK_SECONDS = 0.2
@@ -130,15 +130,6 @@ async def get_input_items(request: web.Request) -> web.StreamResponse:
 def shelves_of(request: web.Request) -> Shelves:
     """The store as this caller sees it."""
     return Shelves(request.app[STATE].store.responses, access_of(request))
-
-
-@contextmanager
-def own_words() -> Iterator[None]:
-    """Errors of the chat call that a body was made into name the body's own fields."""
-    try:
-        yield
-    except InvalidField as error:
-        raise in_own_words(error) from None
 
 
 async def _parse(body: bytes) -> Asked:

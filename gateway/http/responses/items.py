@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Struct
 
 from gateway.dialects.responses.ids import open_reasoning
-from gateway.errors import InvalidField
 from gateway.http.fields import bad_field, convert
 
 from .body import RESPONSES_REMEDIES
@@ -187,17 +186,3 @@ def _text(part: dict[str, Any], where: str) -> str:
     if not isinstance(text, str):
         raise bad_field(f"{where}.{name}", text, remedy="a string")
     return text
-
-
-def in_own_words(error: InvalidField) -> InvalidField:
-    """An error about the chat call that a body was made into, under the body's own names."""
-    for chat, own in (
-        ("response_format.json_schema", "text.format"),
-        ("response_format", "text.format"),
-        ("max_completion_tokens", "max_output_tokens"),
-        ("messages", "input"),
-    ):
-        if error.param is not None and error.param.startswith(chat):
-            message = error.message.replace(f"'{error.param}'", f"'{own}{error.param[len(chat) :]}'")
-            return InvalidField(own + error.param[len(chat) :], message, kind=error.kind)
-    return error
