@@ -34,7 +34,6 @@ _OPENED_BY = {
 _MARKS = (*_CLOSES, *_OPENED_BY)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _MOST_CUT = max(map(len, _MARKS)) - 1
-_RESUMED_TOKENS = 16
 
 
 class DerailRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,12 +125,14 @@ class Watch:
 
     def resume(self, generated: array[int], *, was_told: bool) -> None:
         """Take what the turn generated before it was paused; was_told: and what was wrong with it by then."""
-        for start in range(0, len(generated), _RESUMED_TOKENS):
-            self.see(self._decode(generated[start : start + _RESUMED_TOKENS]), start)
-        num_seen = len(generated) - len(generated) % self._rules.every_tokens
+        every = self._rules.every_tokens
+        num_looked_at = len(generated) - len(generated) % every
+        for start in range(0, num_looked_at, every):
+            self.see(self._decode(generated[start : start + every]), start)
         if was_told:
-            self.look(generated[:num_seen])
-        self._num_looks = num_seen // self._rules.every_tokens
+            self.look(generated[:num_looked_at])
+        self._num_looks = num_looked_at // every
+        self.see(self._decode(generated[num_looked_at:]), num_looked_at)
 
     def _looped(self, generated: array[int]) -> Derail | None:
         cycle = find_cycle(generated, self._rules) if "token_cycle" not in self._told else None

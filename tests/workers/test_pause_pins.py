@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -215,7 +216,7 @@ def test_a_failed_step_takes_what_is_held() -> None:
 @pytest.mark.parametrize("hints", [{"is_final": True}, {"retain": "ephemeral"}], ids=["final", "ephemeral"])
 @pytest.mark.parametrize("num_states", KINDS)
 def test_a_turn_after_which_nobody_comes_back_is_held_too(
-    num_states: int | None, hints: dict[str, object]
+    num_states: int | None, hints: dict[str, Any]
 ) -> None:
     bench = Bench(num_states=num_states)
     submit = fake_submit("one", prompt_of(NUM_PROMPT), max_tokens=30, agent="a", **hints)
