@@ -79,7 +79,8 @@ async def prepare_chat(
     """The order of a chat call. Raises InvalidField."""
     wants = wants_of(request) if is_small(request.raw_tools) else await asyncio.to_thread(wants_of, request)
     prompts, prompt = await encode_chat(request, caller, engine, library, engine.info.context_length)
-    grammar = await library.grammars.grammar(wants, prompts.call_form, prompts.thought(prompt))
+    thinks = {"is_thinking": prompt.is_thinking, "has_thought": prompt.has_thought}
+    grammar = await prompts.grammar(wants, **thinks)
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     shape = AnswerShape(
         endpoint=request.endpoint,
@@ -104,9 +105,9 @@ async def encode_chat(
 ) -> tuple[Prompts, EncodedPrompt]:
     """A chat call's prompt, and who made it. Raises InvalidField, also where more tokens are certain."""
     if is_small(request.raw_messages):
-        messages = _template_messages(request.raw_messages)
+        messages = template_messages(request.raw_messages)
     else:
-        messages = await asyncio.to_thread(_template_messages, request.raw_messages)
+        messages = await asyncio.to_thread(template_messages, request.raw_messages)
     if library.normalises:
         messages = _normalise(messages)
     prompts = await library.get(engine.info.digest, engine.tokenizer)
@@ -225,7 +226,7 @@ def _only_prompt(prompt: str | list[Any], context_length: int) -> str | list[int
     return prompt
 
 
-def _template_messages(messages: list[Message]) -> list[Message]:
+def template_messages(messages: list[Message]) -> list[Message]:
     return [_template_message(index, message) for index, message in enumerate(messages)]
 
 

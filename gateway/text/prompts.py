@@ -17,13 +17,13 @@ import jinja2
 from msgspec import structs
 
 from gateway.errors import GatewayError, InvalidField, shorten
-from workers.messages import TokenizerBundle
+from workers.messages import Grammar, TokenizerBundle
 
 from .boundaries import PROBE, Frame, Frames
 from .control_tokens import Marks
 from .parsing import Reading, parameter_types, thinking_tags
 from .spellings import is_system, takes_late_system, with_empty_contents, with_reminders
-from .structured import CallForm, GrammarChecks, Thought
+from .structured import CallForm, GrammarChecks, Thought, Wants
 from .template import BrokenTemplate, compiled, strftime_now
 from .tokenizer import AnswerPlace, PromptTokenizer, Span, span_keys
 from .written import WrittenCalls, restore, said_links
@@ -88,8 +88,8 @@ class Prompts:
         self._is_dated = "strftime_now" in bundle.chat_template
         self._frames = Frames()
         self._written = WrittenCalls()
-        self.call_form = CallForm.of(bundle.chat_template)
-        self._call_format = self.call_form.format
+        self._call_form = CallForm.of(bundle.chat_template)
+        self._grammars = GrammarChecks()
         self._thinking = thinking_tags(bundle.chat_template)
         self._takes_late_system = takes_late_system(self._probe_text)
 
@@ -133,18 +133,19 @@ class Prompts:
         """How the answer to a prompt is to be read; without `tools` calls are not looked for."""
         types = parameter_types(tools or ())
         return Reading(
-            calls=self._call_format if tools else None,
+            calls=self._call_form.format if tools else None,
             thinking=self._thinking,
             is_thinking=prompt.is_thinking,
             only_first_call=only_first_call,
-            tools=types if self._call_format == "xml" else {name: {} for name in types},
+            tools=types if self._call_form.format == "xml" else {name: {} for name in types},
         )
 
-    def thought(self, prompt: EncodedPrompt) -> Thought:
-        """Where the answer to a prompt stands with thinking."""
-        if self._thinking is None or prompt.has_thought:
-            return Thought()
-        return Thought("open" if prompt.is_thinking else "possible", *self._thinking)
+    async def grammar(self, wants: Wants, *, is_thinking: bool, has_thought: bool) -> Grammar | None:
+        """What holds the answer to a prompt that ends so to its caller's wants. Raises InvalidField."""
+        thought = Thought()
+        if self._thinking is not None and not has_thought:
+            thought = Thought("open" if is_thinking else "possible", *self._thinking)
+        return await self._grammars.grammar(wants, self._call_form, thought)
 
     def _lay_out(self, conversation: Conversation, max_tokens: int, scope: bytes) -> _Layout:
         spans = self._spans(conversation, max_tokens)
@@ -234,7 +235,7 @@ class Prompts:
             if reading is None:
                 is_open = self._thinking is not None and place.prefix.rstrip().endswith(self._thinking[0])
                 reading = Reading(thinking=self._thinking, is_thinking=is_open)
-            reading = structs.replace(reading, calls=self._call_format)
+            reading = structs.replace(reading, calls=self._call_form.format)
             self._written.learn(place.prefix, text, reading, scope=scope, said_before=place.said)
 
     def _probe_text(self, messages: Sequence[Message]) -> str | None:
@@ -369,7 +370,6 @@ class PromptLibrary:
 
     def __init__(self, *, normalises: bool = True) -> None:
         self.normalises = normalises
-        self.grammars = GrammarChecks()
         self._building: dict[str, asyncio.Task[Prompts]] = {}
 
     async def get(self, digest: str, bundle: TokenizerBundle) -> Prompts:
