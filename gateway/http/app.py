@@ -12,6 +12,7 @@ from gateway.callers.tokens import TokenStore
 from gateway.flow.directory import Directory
 from gateway.runs.runs import Runs
 from gateway.settings import GatewaySettings
+from gateway.store.store import Store
 from gateway.text.prompts import PromptLibrary
 from metrics.instruments import Instruments
 
@@ -30,6 +31,7 @@ def build_app(
     tokens: TokenStore,
     *,
     instruments: Instruments,
+    store: Store,
     is_bus_up: Callable[[], bool] = lambda: True,
 ) -> web.Application:
     """The application. Run it with `handler_cancellation=True`: that is how a leaving client is noticed.
@@ -46,6 +48,7 @@ def build_app(
         Followers(runs),
         is_bus_up,
         library,
+        store,
         aliases=parse_aliases(settings.aliases),
         audit=_audit_log(settings),
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.native.routes import ROUTES as NATIVE
+
 from .api import ChatRequest, CompletionRequest
 from .chat import post_chat
 from .completions import post_completion
@@ -149,4 +151,4 @@ SERVER = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*OPENAI, *MESSAGES, *SESSIONS, *MODELS, *SERVER)
+ROUTES: tuple[Route, ...] = (*OPENAI, *MESSAGES, *NATIVE, *SESSIONS, *MODELS, *SERVER)

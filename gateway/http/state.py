@@ -22,6 +22,7 @@ from gateway.flow.directory import Directory
 from gateway.flow.places import Reservation
 from gateway.runs.runs import Order, Runs
 from gateway.settings import GatewaySettings
+from gateway.store.store import Store
 from gateway.tasks import Tasks
 from gateway.text.prompts import PromptLibrary
 
@@ -80,6 +81,7 @@ class State:
     followers: Followers
     is_bus_up: Callable[[], bool]
     prompts: PromptLibrary
+    store: Store
     lineage: Lineage = field(default_factory=lambda: Lineage(time.monotonic))
     kin: Kin = field(default_factory=Kin)
     aliases: Aliases = field(default_factory=Aliases)

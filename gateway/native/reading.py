@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
+from gateway.callers.hints import Names
 from gateway.errors import InvalidField, shorten
 from gateway.http.api import HIDDEN, ChatRequest, parse_chat
 from gateway.http.fields import bad_field, convert, read_fields
@@ -51,13 +52,11 @@ class AskedRun:
     chat: ChatRequest
     chat_fields: Mapping[str, Any]
 
-    def body(self, names: Mapping[str, str]) -> bytes:
+    def body(self, names: Names) -> bytes:
         """The chat request as JSON, under the names that its agent has in the end."""
-        told = {
-            **self.chat_fields.get("tetrarch", {}),
-            **{name: value for name, value in names.items() if value},
-        }
-        return msgspec.json.encode({**self.chat_fields, "tetrarch": told})
+        told = {"session": names.session, "agent": names.agent, "parent": names.parent}
+        named = {name: value for name, value in told.items() if value}
+        return msgspec.json.encode({**self.chat_fields, "tetrarch": self.chat_fields["tetrarch"] | named})
 
 
 def read_verb(body: bytes, kind: type[Kind], remedies: Mapping[str, str] = {}) -> Kind:
@@ -125,7 +124,7 @@ def idempotency_key(headers: Mapping[str, str]) -> str | None:
     if key is not None and not (key.isprintable() and 0 < len(key) <= MAX_KEY_CHARS):
         raise InvalidField(
             "Idempotency-Key",
-            f"'Idempotency-Key' is '{shorten(key)}', but it must be 1 to {MAX_KEY_CHARS} printable characters.",
+            f"'Idempotency-Key' is '{shorten(key)}', but it must be 1 to {MAX_KEY_CHARS} printable letters.",
         )
     return key
 

@@ -1,4 +1,4 @@
-"""A run as the native API shows it, from its fold while it lives and from its kept result afterwards. Pure."""
+"""A run as the native API shows it: from its fold while it lives, from its kept result afterwards. Pure."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from gateway.http.metrics_page import turn_observer
 from gateway.runs.caretaker import Caretaker
 from gateway.runs.runs import Runs
 from gateway.settings import GatewaySettings
+from gateway.store.store import store_in
 from metrics.hosts import LOOPBACK_HOSTS
 from metrics.instruments import Instruments
 
@@ -107,6 +108,13 @@ def in_force(settings: GatewaySettings, home: Home, bus_url: str, listener: sock
     )
 
 
+def kept_bytes(settings: GatewaySettings) -> int:
+    """What may be kept of runs: at most half of a bus of our own."""
+    if settings.redis_url is not None:
+        return settings.kept_bytes
+    return min(settings.kept_bytes, settings.bus_memory_bytes // 2)
+
+
 async def run_gateway(
     settings: GatewaySettings, home: Home, bus_url: str, listener: socket.socket, supervisor: int | None
 ) -> int:
@@ -122,6 +130,7 @@ async def run_gateway(
     if supervisor is None:  # else `serve` has looked
         await _check_server(bus, bus_url)
     directory = Directory(bus)
+    store = store_in(bus, kept_bytes(settings))
     instruments = Instruments()
     places = Places(directory, settings.max_waiting, classes=settings.classes, watch=instruments.flow)
     runs = Runs(bus, directory, places=places)
@@ -134,6 +143,7 @@ async def run_gateway(
         directory,
         tokens,
         instruments=instruments,
+        store=store,
         is_bus_up=lambda: bus.available,
     )
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)

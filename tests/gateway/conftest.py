@@ -11,9 +11,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from gateway.bus import Bus
 from gateway.callers.tokens import TokenStore
 from gateway.http.app import build_app
 from gateway.settings import GatewaySettings
+from gateway.store.store import Store, store_in
 from metrics.instruments import Instruments
 
 from .fake_runs import FakeDirectory, FakeRuns, engine_view, words
@@ -26,7 +28,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts a gateway with given settings; engines and runs are fakes, sockets are real."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def run(*, host: str = "127.0.0.1", **settings: Any) -> Gateway:
+        async def run(
+            *, host: str = "127.0.0.1", store: Store | None = None, **settings: Any
+        ) -> Gateway:
             tokens = TokenStore(tmp_path / "tokens.json")
             runs, directory = FakeRuns(words("Hel", "lo")), FakeDirectory(engine_view(chatml_bundle()))
             bus = {"up": True}
@@ -36,6 +40,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
                 directory,
                 tokens,
                 instruments=Instruments(),
+                store=store or store_in(Bus("unix:///nowhere/bus.sock", "g")),
                 is_bus_up=lambda: bus["up"],
             )
             runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)

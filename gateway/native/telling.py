@@ -1,0 +1,134 @@
+"""One run's events told in the native API's words, text and calls included. A replay tells the same. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.dialects.answer import Answer
+from gateway.dialects.frames import Body, Frame, Silence
+from gateway.dialects.openai import call_id
+from gateway.errors import GatewayError
+from gateway.runs.events import AnyEvent
+from gateway.runs.state import RunState, advance
+from gateway.runs.told import Gap, Lifecycle, Told, progress, tell
+from gateway.text.parsing import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from workers.messages import Failed
+
+LOST = ("gap", "run_lost")
+"""Kinds of failure that mean: what came between is not to be had."""
+
+
+class TokenText(Told, frozen=True, kw_only=True, tag="token"):
+    """More of the answer."""
+
+    turn: int
+    text: str
+
+
+class Thinking(Told, frozen=True, kw_only=True, tag="thinking"):
+    """More of the reasoning."""
+
+    turn: int
+    text: str
+
+
+class ToolCallBegun(Told, frozen=True, kw_only=True, tag="tool_call.begun"):
+    """A call of this tool begins."""
+
+    turn: int
+    id: str
+    name: str
+
+
+class ToolCallDelta(Told, frozen=True, kw_only=True, tag="tool_call.delta"):
+    """More of its arguments, as JSON text."""
+
+    turn: int
+    id: str
+    arguments: str
+
+
+class ToolCallMade(Told, frozen=True, kw_only=True, tag="tool_call"):
+    """The whole call. Not `whole`: its arguments are no JSON object."""
+
+    turn: int
+    id: str
+    name: str
+    arguments: str
+    whole: bool
+
+
+PublicEvent = TokenText | Thinking | ToolCallBegun | ToolCallDelta | ToolCallMade | Lifecycle
+
+
+class RunTeller:
+    """Tells one run. Feed it all events from the first."""
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.state = RunState()
+        self._answer = Answer(run_id)
+        self._num_calls = 0
+
+    def feed(self, event_id: str, event: AnyEvent) -> list[PublicEvent]:
+        """What one event tells."""
+        before, turn = self.state.last_id, self.state.turn
+        parts = self._answer.feed(event)
+        told: list[PublicEvent] = [self._part(part, turn) for part in parts]
+        self.state = advance(self.state, event_id, event)
+        if isinstance(event, Failed) and event.error in LOST:
+            told.append(Gap(run=self.run_id, after=before, before=event_id))
+        return [*told, *tell(self.run_id, event, self.state)]
+
+    def silence(self) -> Silence:
+        """A keep-alive that tells how far it is."""
+        return Silence(frames=frames([progress(self.run_id, self.state)]))
+
+    def fail(self, error: GatewayError) -> list[Frame]:
+        """The stream ends here, the run does not: read on behind the last id."""
+        return failure_frames(error)
+
+    def _part(self, part: Part, turn: int) -> PublicEvent:
+        run = self.run_id
+        match part:
+            case Content(text):
+                return TokenText(run=run, turn=turn, text=text)
+            case Reasoning(text):
+                return Thinking(run=run, turn=turn, text=text)
+            case CallBegun(name):
+                self._num_calls += 1
+                return ToolCallBegun(run=run, turn=turn, id=self._call_id(), name=name)
+            case Arguments(text):
+                return ToolCallDelta(run=run, turn=turn, id=self._call_id(), arguments=text)
+            case CallEnded(is_whole):
+                call = self._answer.said.calls[self._num_calls - 1]
+                return ToolCallMade(
+                    run=run,
+                    turn=turn,
+                    id=self._call_id(),
+                    name=call.name,
+                    arguments=call.arguments,
+                    whole=is_whole,
+                )
+
+    def _call_id(self) -> str:
+        return call_id(self._answer, self._num_calls - 1)
+
+
+def frames(events: Sequence[Told]) -> list[Frame]:
+    """As server-sent events, named by their types."""
+    return [Frame(msgspec.json.encode(event), event=_type_of(event)) for event in events]
+
+
+def failure_frames(error: GatewayError) -> list[Frame]:
+    """A stream's failure."""
+    body: Body = {"type": "error", **error.body()}
+    return [Frame(body, event="error")]
+
+
+def _type_of(event: Told) -> str:
+    tag = type(event).__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag
