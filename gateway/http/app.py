@@ -16,9 +16,11 @@ from gateway.store.store import Store
 from gateway.text.prompts import PromptLibrary
 from metrics.instruments import Instruments
 
+from .continuing import ChatTalk
 from .metrics_page import DIRECTORY, INSTRUMENTS, RUNS, count_response
 from .middleware import MIDDLEWARES, name_response
 from .openapi import DESCRIPTION, Description
+from .responses.background import end_background
 from .route import mount
 from .routes import ROUTES
 from .state import STATE, Followers, State
@@ -40,6 +42,8 @@ def build_app(
     """
     app = web.Application(middlewares=MIDDLEWARES, client_max_size=settings.body_limit_bytes)
     library = PromptLibrary(normalises=settings.normalise_prompts)
+    aliases = parse_aliases(settings.aliases)
+    runs.talk = ChatTalk(directory, library, aliases)
     app[STATE] = State(
         settings,
         runs,
@@ -49,7 +53,7 @@ def build_app(
         is_bus_up,
         library,
         store,
-        aliases=parse_aliases(settings.aliases),
+        aliases=aliases,
         audit=_audit_log(settings),
     )
     app[DIRECTORY], app[RUNS], app[INSTRUMENTS] = directory, runs, instruments
@@ -58,6 +62,7 @@ def build_app(
     app.on_response_prepare.append(count_response)
     app.on_response_prepare.append(name_response)
     app.cleanup_ctx.append(_finish)
+    app.cleanup_ctx.append(end_background)
     return app
 
 

@@ -258,26 +258,25 @@ class Driver:
         """
         if run.state.ended is not None:
             return False
+        base = run.state  # followers may advance the run meanwhile
         before: list[Entry] = []
-        choice: tuple[str, AnyEvent] | None = None
+        choice: Entry | None = None
 
         def decide(entries: list[Entry]) -> Entry | None:
             nonlocal before, choice
             before = entries
-            state = fold(entries, run.state)
+            state = fold(entries, base)
             event = make(state) if state.ended is None else None
             if event is None:
                 return None
-            entry_id = RUN_END_ID if isinstance(event, RunEnded) else state.next_id
-            choice = (entry_id, event)
-            return Entry(entry_id, encode(event))
+            choice = Entry(RUN_END_ID if isinstance(event, RunEnded) else state.next_id, encode(event))
+            return choice
 
-        if not await self._bus.append_watched(run.key, run.state.last_id, decide, quiet=quiet):
+        if not await self._bus.append_watched(run.key, base.last_id, decide, quiet=quiet):
             return False
-        for entry in before:
-            self.take(run, entry)
-        if choice is not None:
-            self._take_event(run, RunEvent(*choice))
+        for entry in [*before, choice]:
+            if entry is not None:
+                self.take(run, entry)
         return True
 
     # Following.

@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from gateway.bus import Bus, BusLost
-from gateway.store.heartbeats import Heartbeats
-from gateway.store.ids import IdStore
-from gateway.store.index import RunIndex, RunNote
-from gateway.store.results import ResultError, ResultStore
-from gateway.store.session_log import SessionLog
-from gateway.store.tree_usage import TreeUsage, Used
+from gateway.bus import BusLost
+from gateway.store.index import RunNote
+from gateway.store.results import ResultError, RunResult
+from gateway.store.store import Store
+from gateway.store.tree_usage import Used
 from workers.messages import RUN_END_ID, Progress, RunEnded, Tokens, encode
 
 from .ends import Told, result_of
@@ -33,30 +31,11 @@ MAX_AGENTS = 4096
 """Whose last runs are remembered, as what their next ids may be based on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stores:
-    """The bus's stores."""
-
-    results: ResultStore
-    ids: IdStore
-    index: RunIndex
-    log: SessionLog
-    usage: TreeUsage
-    beats: Heartbeats
-
-    @classmethod
-    def on(cls, bus: Bus) -> Stores:
-        """All on one bus."""
-        return cls(
-            ResultStore(bus), IdStore(bus), RunIndex(bus), SessionLog(bus), TreeUsage(bus), Heartbeats(bus)
-        )
-
-
 class Keeper:
     """Keeps what `Runs` tells it."""
 
-    def __init__(self, stores: Stores) -> None:
-        self._stores = stores
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self._last_runs: OrderedDict[tuple[str, str, str], str] = OrderedDict()
 
     async def accepted(self, run: Run) -> None:
@@ -76,7 +55,7 @@ class Keeper:
             priority_class=spec.flow_class,
             label=spec.label,
         )
-        await self._stores.index.add(note)
+        await self.store.index.add(note)
 
     def tell(self, run: Run, entry: RunEvent) -> None:
         """Notes an event of a run of ours for `flush`; `run.state` is the fold with it."""
@@ -87,11 +66,11 @@ class Keeper:
     async def flush(self, run: Run) -> None:
         """Writes what was noted, in its order. Raises BusLost; then again."""
         async with run.telling:
-            await self._stores.index.note(run.run_id, run.state.status)
+            await self.store.index.note(run.run_id, run.state.status)
             lines, spec = list(run.untold), run.state.spec
             if lines:
                 where, is_last = (spec.tenant, spec.session), run.state.ended is not None
-                await self._stores.log.mirror(where, run.run_id, lines, is_last=is_last)
+                await self.store.session_log.mirror(where, run.run_id, lines, is_last=is_last)
                 del run.untold[: len(lines)]
 
     async def spent(self, run: Run) -> None:
@@ -101,19 +80,19 @@ class Keeper:
             return
         usage, turn = run.state.turn_usage, run.transcript.current
         used = Used(usage.prompt_tokens, usage.completion_tokens, turn.thinking_tokens, whole_calls(run.said))
-        run.tree = _spent(await self._stores.usage.add(_tree(run), run.run_id, run.state.turn, used))
+        run.tree = _spent(await self.store.tree_usage.add(_tree(run), run.run_id, run.state.turn, used))
 
     async def look_at_tree(self, run: Run) -> None:
         """Refreshes what the tree has spent. Raises BusLost."""
         if run.state.spec.tree_budget != Budget():
-            run.tree = _spent(await self._stores.usage.total(_tree(run)))
+            run.tree = _spent(await self.store.tree_usage.total(_tree(run)))
 
     async def promised(self, run: Run, num_tokens: int) -> int:
         """How many output tokens the tree leaves a turn that wants so many. Raises BusLost."""
         limit = run.state.spec.tree_budget.output_tokens
         if limit is None:
             return num_tokens
-        return await self._stores.usage.promise(_tree(run), run.run_id, num_tokens, limit)
+        return await self.store.tree_usage.promise(_tree(run), run.run_id, num_tokens, limit)
 
     async def ids(self, run: Run) -> None:
         """Keeps its tokens so far, for forks. A loss costs a fork that comes when the run is gone."""
@@ -129,22 +108,26 @@ class Keeper:
                 self._last_runs.popitem(last=False)
         ids = run.order.token_ids + bytes(run.transcript.current.ids)
         with contextlib.suppress(BusLost):
-            await self._stores.ids.put(run.run_id, ids, bases)
+            await self.store.ids.put(run.run_id, ids, bases)
 
     async def ids_of(self, run_id: str) -> bytes | None:
         """The tokens of a run that may be gone. Raises BusLost."""
-        return await self._stores.ids.get(run_id)
+        return await self.store.ids.get(run_id)
 
     async def result(self, told: Told, ended: RunEnded) -> None:
         """Keeps what the run came to. Raises BusLost."""
-        await self._stores.results.put(told.run_id, result_of(told, ended, time.time()))
+        await self.store.results.put(told.run_id, result_of(told, ended, time.time()))
         spec = told.state.spec
         if spec.tree_budget.output_tokens is not None:
-            await self._stores.usage.forget(spec.tree or told.run_id, told.run_id)
+            await self.store.tree_usage.forget(spec.tree or told.run_id, told.run_id)
+
+    async def result_of(self, run_id: str) -> RunResult | None:
+        """What is kept of an ended run. Raises BusLost."""
+        return await self.store.results.get(run_id)
 
     async def state_of(self, run_id: str) -> RunState | None:
         """What its result tells of a run whose events have expired. Raises BusLost."""
-        result = await self._stores.results.get(run_id)
+        result = await self.store.results.get(run_id)
         if result is None or not result.accepted:
             return None
         error = result.error or ResultError(code="", message="")
@@ -164,16 +147,16 @@ class Keeper:
         """All listed runs of a session, those that have ended too. Raises BusLost."""
         if not session:
             return []
-        notes = await self._stores.index.of_session(tenant, session)
+        notes = await self.store.index.of_session(tenant, session)
         return [Member(n.run_id, n.session, n.agent, n.parent, n.parent_run or "") for n in notes]
 
     async def beat(self, run_id: str, milliseconds: int) -> None:
         """The run's caller was heard. Raises BusLost."""
-        await self._stores.beats.beat(run_id, milliseconds)
+        await self.store.heartbeats.beat(run_id, milliseconds)
 
     async def beating(self, run_ids: list[str]) -> frozenset[str]:
         """Those whose callers were heard in time. Raises BusLost."""
-        return await self._stores.beats.beating(run_ids)
+        return await self.store.heartbeats.beating(run_ids)
 
 
 def is_lifecycle(event: AnyEvent) -> bool:

@@ -20,6 +20,7 @@ from gateway.errors import NoEngine, RunNotFound
 from gateway.flow.classes import NORMAL, FlowHints
 from gateway.flow.directory import Directory, EngineView
 from gateway.flow.places import Order, Places, Reservation
+from gateway.store.store import Store, store_in
 from gateway.tasks import Border, Tasks, repeat
 from workers.messages import (
     RUN_END_ID,
@@ -37,7 +38,7 @@ from .commands import CancelMode, CancelRun, PauseRun, ToolOutput, When
 from .driver import Driver
 from .event_ids import StreamGap, follows
 from .events import decode
-from .keeping import Keeper, Stores
+from .keeping import Keeper
 from .making import Making
 from .outcomes import Alive, Cancelled, Forked, Paused, Responded, Resumed, Steered
 from .recording import Recorder
@@ -63,9 +64,15 @@ class Runs:
     talk: Talk | None = None
 
     def __init__(
-        self, bus: Bus, directory: Directory, *, max_waiting: int = 64, places: Places | None = None
+        self,
+        bus: Bus,
+        directory: Directory,
+        *,
+        max_waiting: int = 64,
+        places: Places | None = None,
+        store: Store | None = None,
     ) -> None:
-        self.keeper = Keeper(Stores.on(bus))
+        self.keeper = Keeper(store or store_in(bus))
         self._bus = bus
         self._places = places or Places(directory, max_waiting)
         self._tasks = Tasks()
@@ -352,12 +359,14 @@ class Runs:
             return None
         if spec.heartbeat_ms is not None:
             await self.keeper.beat(run_id, spec.heartbeat_ms)
+        self.keeper.tell(run, RunEvent(run.state.last_id, accepted))
         self._driver.spawn(run, self._list(run))
         return run
 
     async def _list(self, run: Run) -> None:
         with contextlib.suppress(BusLost):  # then lists lack it, and nothing else
             await self.keeper.accepted(run)
+            await self.keeper.flush(run)
 
     async def _look(self, run: Run) -> None:
         with contextlib.suppress(BusLost, StreamGone):  # the caretaker looks again

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from gateway.flow.classes import FlowClass
 from workers.messages import Retain
 
 Kind = Literal["call", "run"]
@@ -58,7 +59,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     fork: ForkPoint | None = None
     body: bytes = b""  # of a run: the JSON object of a chat request; of a call: not kept
     model: str = ""
-    flow_class: str = "default"
+    flow_class: FlowClass = "default"
     priority: int = 0
     expected_output_tokens: int = 0  # 0: not told
     budget: Budget = Budget()

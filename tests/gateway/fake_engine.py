@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -25,6 +25,7 @@ from workers.messages import (
     Event,
     Finished,
     KVFacts,
+    Pause,
     Started,
     Submit,
     Timings,
@@ -53,6 +54,7 @@ class Turn:
     sequence: int = 1
     has_begun: bool = False  # its script runs, so that what the test writes comes after
     is_cancelled: bool = False
+    is_paused: bool = False
     is_refused: bool = False
     has_ended: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer: ids must come in order
@@ -99,16 +101,18 @@ class FakeEngine:
     ) -> None:
         self.turns: list[Turn] = []
         self.cancels: list[Cancel] = []
+        self.pauses: list[Pause] = []
         self.agent_cancels: list[CancelAgents] = []
         self.script = script
         self.engine_id = engine_id
+        self.bundle = BUNDLE
         self.incarnation = 1
         self._client = Redis.from_url(url, protocol=2)
         self._reader = Redis.from_url(url, protocol=2)
         self._workers = workers
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> FakeEngine:
+    async def __aenter__(self) -> Self:
         await self.begin()
         return self
 
@@ -141,7 +145,7 @@ class FakeEngine:
         """Publishes a living incarnation and reads its inbox."""
         stats = EngineStats(incarnation=self.incarnation, ready=ready)
         fields: Any = {"info": encode(self.info), "stats": encode(stats)}
-        await self._client.set(tokenizer_key(DIGEST), encode(BUNDLE))
+        await self._client.set(tokenizer_key(DIGEST), encode(self.bundle))
         await self._client.hset(engine_key(self.engine_id), mapping=fields)
         await self._client.sadd(ENGINES_KEY, self.engine_id)
         await self.renew()
@@ -223,8 +227,8 @@ class FakeEngine:
                         task = asyncio.create_task(self._run(self.turns[-1]))
                         running.add(task)
                         task.add_done_callback(running.discard)
-                    elif isinstance(message, Cancel):
-                        await self._receive(message)
+                    elif isinstance(message, Cancel | Pause):
+                        self._receive(message)
                     elif isinstance(message, CancelAgents):
                         self.agent_cancels.append(message)
 
@@ -232,8 +236,12 @@ class FakeEngine:
         turn.has_begun = True
         await self.script(self, turn)
 
-    async def _receive(self, cancel: Cancel) -> None:
-        self.cancels.append(cancel)
+    def _receive(self, message: Cancel | Pause) -> None:
+        if isinstance(message, Cancel):
+            self.cancels.append(message)
+        else:
+            self.pauses.append(message)
         for turn in self.turns:
-            if (turn.submit.run_id, turn.submit.attempt) == (cancel.run_id, cancel.attempt):
-                turn.is_cancelled = True
+            if (turn.submit.run_id, turn.submit.attempt) == (message.run_id, message.attempt):
+                turn.is_cancelled |= isinstance(message, Cancel)
+                turn.is_paused |= isinstance(message, Pause)
