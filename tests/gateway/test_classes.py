@@ -12,6 +12,8 @@ from metrics.exposition import render
 from metrics.instruments import Instruments
 from metrics.settings import SettingsError, as_dict, load
 
+from .http_gateway import Gateway
+
 
 def loaded(tmp_path: Path, text: str) -> GatewaySettings:
     file = tmp_path / "settings.toml"
@@ -65,6 +67,18 @@ def test_only_the_lower_classes_are_promoted() -> None:
     classes = Classes()
     assert [classes.promote_seconds(name) < float("inf") for name in CLASSES] == [False, False, True, True]
     assert [next_up(name) for name in CLASSES] == ["system", "system", "interactive", "default"]
+
+
+async def test_health_shows_the_rules_in_force(gateway: Gateway) -> None:
+    async with gateway.http.get(f"{gateway.url}/health") as response:
+        classes = (await response.json())["gateway"]["settings"]["classes"]
+    assert set(classes) == set(CLASSES)
+    assert classes["bulk"] == {
+        "floor": 0.125,
+        "max_waiting": 1024,
+        "timeout_seconds": 86_400.0,
+        "promote_seconds": 120.0,
+    }
 
 
 def test_the_page_shows_the_lines_by_class() -> None:
