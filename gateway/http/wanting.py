@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from gateway.errors import InvalidField
 from gateway.text.structured import ANY_OBJECT, Checked, Schema, WantedTool, Wants, check_schema
 
@@ -48,6 +50,12 @@ def wants_of(request: ChatRequest) -> Wants:
     if wants.is_free and not any(tool.get("strict") for _, tool in tools):
         return wants
     return replace(wants, tools=tuple(_wanted(tool, paths.tool(i, tool["name"])) for i, tool in tools))
+
+
+def later_wants_of(request: ChatRequest) -> Wants:
+    """What holds for further turns: a call that was demanded has been made by then."""
+    choice = "none" if request.tool_choice == "none" else "auto"
+    return wants_of(structs.replace(request, tool_choice=choice))
 
 
 def _with_answer(wants: Wants, request: ChatRequest, paths: _Paths) -> Wants:

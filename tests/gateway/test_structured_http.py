@@ -10,7 +10,7 @@ import pytest
 
 from gateway.errors import InvalidField
 from gateway.http.api import ChatRequest, parse_chat
-from gateway.http.wanting import wants_of
+from gateway.http.wanting import later_wants_of, wants_of
 from workers.messages import Failed, Grammar
 
 from .fake_runs import words
@@ -213,3 +213,12 @@ def test_a_tool_without_parameters_takes_none() -> None:
         request_of(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required")
     )
     assert wants.tools[0].schema.schema == {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def test_a_demanded_call_is_demanded_of_the_first_turn_only() -> None:
+    request = request_of(tools=TOOLS, tool_choice=NAMED, response_format=FORMAT)
+    later = later_wants_of(request)
+    assert wants_of(request).must_call and not later.must_call
+    assert later.answer is not None and len(later.tools) == len(TOOLS)
+    assert later_wants_of(request_of(tools=TOOLS, tool_choice="required")).is_free
+    assert not later_wants_of(request_of(tools=TOOLS, tool_choice="none", response_format=FORMAT)).tools
