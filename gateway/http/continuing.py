@@ -25,6 +25,7 @@ from gateway.text.tokenizer import unpack_token_ids
 
 from .api import ChatRequest, parse_chat
 from .requests import Prepared, find_engine, prepare_chat, template_messages
+from .wanting import later_wants_of
 
 PROBE_ANSWER = "Zq7xW4"
 """An answer's text that no template changes and that occurs nowhere else in a rendering."""
@@ -48,6 +49,7 @@ class ChatConversation:
         self._tools = request.tools_in_use
         self._variables = dict(request.chat_template_kwargs)
         self._most_tokens = most_tokens
+        self._wants = later_wants_of(request)
 
     @classmethod
     def of(cls, request: ChatRequest, prepared: Prepared) -> ChatConversation:
@@ -75,13 +77,18 @@ class ChatConversation:
             raise context_exceeded("messages", str(len(prompt) // 4), context)
         room = context - len(prompt) // 4
         thinking = shape.reading.thinking
-        is_thinking = thinking is not None and suffix.whole.text.rstrip().endswith(thinking[0])
+        end = suffix.whole.text.rstrip()
+        is_thinking = thinking is not None and end.endswith(thinking[0])
+        has_thought = thinking is not None and end.endswith(thinking[1])
         reading = msgspec.structs.replace(shape.reading, is_thinking=is_thinking)
         return replace(
             order,
             token_ids=prompt,
             turn_tokens=(len(token_ids) + len(bare)) // 4,
             max_tokens=min(self._most_tokens or room, room),
+            grammar=await self._prompts.grammar(
+                self._wants, is_thinking=is_thinking, has_thought=has_thought
+            ),
             request=msgspec.msgpack.encode(msgspec.structs.replace(shape, reading=reading)),
         )
 
