@@ -59,6 +59,7 @@ HINTS = st.fixed_dictionaries(
         "explain": st.booleans(),
     },
 )
+HOLDS = st.sampled_from([0.0, 1.0, 100.0, 600.0])
 STOPS = ((), ("ab",), ("é", "cab"), ("abc", "b"))
 
 
@@ -226,31 +227,48 @@ class Engines(RuleBasedStateMachine):
         self.engine.cancel(Cancel(run_id=submit.run_id, attempt=submit.attempt))
 
     @precondition(lambda self: self.submits)
-    @rule(index=st.integers(0, 3), hold_seconds=st.sampled_from([0.0, 1.0, 100.0, 600.0]))
-    def pause(self, index: int, hold_seconds: float) -> None:
+    @rule(index=st.integers(0, 100), hold_seconds=HOLDS)
+    def pause_what_may_be_over(self, index: int, hold_seconds: float) -> None:
         submit = self._recent(index)
         self.engine.pause(Pause(run_id=submit.run_id, attempt=submit.attempt, hold_seconds=hold_seconds))
 
+    @precondition(lambda self: self._at_work())
+    @rule(index=st.integers(0, 100), hold_seconds=HOLDS, num_steps=st.integers(0, 6))
+    def pause(self, index: int, hold_seconds: float, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._step()
+        if at_work := self._at_work():
+            submit = at_work[-1 - index % len(at_work)]
+            self.engine.pause(Pause(run_id=submit.run_id, attempt=submit.attempt, hold_seconds=hold_seconds))
+            self._step()
+
     @precondition(lambda self: self._paused())
-    @rule(index=st.integers(0, 100))
-    def resume(self, index: int) -> None:
+    @rule(index=st.integers(0, 100), num_steps=st.integers(0, 6))
+    def resume(self, index: int, num_steps: int) -> None:
         paused = self._paused()
-        run_id = paused[index % len(paused)]
-        submit = resumed(self.submits[run_id][-1], self._token_ids(self.events[run_id]))
-        self.submits[run_id].append(submit)
+        before = paused[-1 - index % len(paused)]
+        submit = resumed(before, self._token_ids(self.events[before.run_id]))
+        self.submits[submit.run_id].append(submit)
         self.engine.submit(submit)
+        for _ in range(num_steps):
+            self._step()
 
     def _recent(self, index: int) -> Submit:
         """The last attempt of one of the runs, the newest first."""
         return list(self.submits.values())[-1 - index % len(self.submits)][-1]
 
-    def _paused(self) -> list[str]:
-        """Runs that may go on."""
-        return [
-            run_id
-            for run_id, attempts in self.submits.items()
-            if any(isinstance(e, Paused) for e in self.attempts[run_id, attempts[-1].attempt])
-        ]
+    def _at_work(self) -> list[Submit]:
+        """Last attempts that have not ended."""
+        last = [attempts[-1] for attempts in self.submits.values()]
+        return [one for one in last if not any(isinstance(e, TurnEnd) for e in self._told(one))]
+
+    def _paused(self) -> list[Submit]:
+        """Last attempts that others may follow."""
+        last = [attempts[-1] for attempts in self.submits.values()]
+        return [one for one in last if any(isinstance(e, Paused) for e in self._told(one))]
+
+    def _told(self, submit: Submit) -> list[Event]:
+        return self.attempts[submit.run_id, submit.attempt]
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:
@@ -294,7 +312,7 @@ class Engines(RuleBasedStateMachine):
         for run_id, attempts in self.submits.items():
             self._check_run(attempts[0], self.events[run_id])
             for attempt in attempts:
-                self._check_attempt(self.attempts[run_id, attempt.attempt])
+                self._check_attempt(self._told(attempt))
         self.engine.cancel_agents(CancelAgents(session="s"))
         for run_id in self.submits:
             self.engine.cancel(Cancel(run_id=run_id, attempt=1))
