@@ -320,5 +320,5 @@ class Lines(RuleBasedStateMachine):
         return found
 
 
-Lines.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+Lines.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestNoTicketIsLostOrDoubledUnderRandomUse = Lines.TestCase

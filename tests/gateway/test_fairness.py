@@ -11,7 +11,7 @@ from gateway.flow.fairness import MAX_DEBTS, FairQueue, Rotation, Seat
 
 from .flow_simulation import Engine, Tree
 
-LONG = 40_000.0
+LONG = 16_000.0
 
 
 def tree(name: str, flow_class: FlowClass = "default", calls: int = 16, seconds: float = 10.0) -> Tree:
