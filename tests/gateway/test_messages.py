@@ -337,14 +337,31 @@ async def test_errors_are_worded_as_anthropic_words_them(gateway: Gateway) -> No
     assert (await told(HELLO))[:2] == (429, "rate_limit_error")
 
 
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"[]", b"7", b"{", b"\xff", b'{"messages": NaN}', b'{"max_tokens": 1e999}', b"[" * 9999),
+        *(b'{"messages": [' + b'{"role": "user", "content": ' * 200, b'{"max_tokens": ' + b"9" * 5000 + b"}"),
+        b'{"max_tokens": -1, "messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+)
+async def test_bodies_that_are_none_are_refused_in_words(gateway: Gateway, path: str, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    async with gateway.http.post(gateway.url + path, data=body, headers=headers) as response:
+        error = await response.json()
+        assert (response.status, error["error"]["type"]) == (400, "invalid_request_error")
+        assert len(error["error"]["message"]) < 400
+
+
 async def test_a_call_without_a_token_from_elsewhere_is_told_so(start: Start) -> None:
     gateway = await start()
     headers = {"X-Forwarded-For": "10.0.0.1"}
     async with gateway.http.post(gateway.url + MESSAGES, json=HELLO, headers=headers) as response:
         body = await response.json()
         assert (response.status, body["error"]["type"]) == (401, "authentication_error")
-    secret, _ = gateway.tokens.add("laptop"), None
-    for header in ({"x-api-key": str(secret)}, {"Authorization": f"Bearer {secret}"}):
+    secret = gateway.tokens.add("laptop")
+    for header in ({"x-api-key": secret}, {"Authorization": f"Bearer {secret}"}):
         async with gateway.http.post(
             gateway.url + MESSAGES + "?beta=true", json=HELLO, headers={**headers, **header}
         ) as response:

@@ -120,7 +120,7 @@ class History:
         call_id, name = need(block, "id", str, where), need(block, "name", str, where)
         self._names[call_id] = name
         function = {"name": name, "arguments": need(block, "input", dict, where)}
-        return {"id": _plain_id(call_id), "type": "function", "function": function}
+        return {"id": plain_id(call_id), "type": "function", "function": function}
 
     def _result(self, block: Block, where: str) -> ChatMessage:
         call_id = need(block, "tool_use_id", str, where)
@@ -137,7 +137,7 @@ class History:
         text = join(texts)
         if may(block, "is_error", bool, where, default=False) and "error" not in text[:200].lower():
             text = f"Error: {text}"
-        message: ChatMessage = {"role": "tool", "tool_call_id": _plain_id(call_id), "content": text}
+        message: ChatMessage = {"role": "tool", "tool_call_id": plain_id(call_id), "content": text}
         return {**message, "name": self._names[call_id]} if call_id in self._names else message
 
     def _addition(self, tool: Block, where: str) -> str:
@@ -150,7 +150,7 @@ class History:
         self.messages.append({"role": role, "content": join([*texts])})
 
 
-def _plain_id(call_id: str) -> str:
+def plain_id(call_id: str) -> str:
     """Nine letters and digits: Mistral's templates refuse other ids, and none needs the client's."""
     return hashlib.blake2b(call_id.encode(errors="replace"), digest_size=5).hexdigest()[:9]
 
