@@ -20,6 +20,7 @@ from gateway.runs import outcomes
 from gateway.runs.commands import CancelMode
 from gateway.runs.runs import Order, RunEvent, Runs
 from gateway.runs.spec import RunSpec
+from gateway.runs.state import RunState, advance
 from gateway.runs.talk import Conversation
 from workers.messages import (
     RUN_END_ID,
@@ -151,6 +152,14 @@ class FakeRuns(Runs):
             if isinstance(run.events[position].event, RunEnded):
                 return
             position += 1
+
+    async def state(self, run_id: str) -> RunState:
+        if run_id not in self.runs:
+            raise RunNotFound(run_id)
+        state = RunState()
+        for entry in self.runs[run_id].events:
+            state = advance(state, entry.id, entry.event)
+        return state
 
     async def cancel(
         self,

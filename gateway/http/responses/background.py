@@ -5,7 +5,6 @@ Owns the tasks that do it. Knows no items.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import cast
@@ -16,8 +15,10 @@ from gateway.dialects.answer import Answer
 from gateway.dialects.table import DIALECTS
 from gateway.errors import RunNotFound
 from gateway.http.stream import Told, stop_when_complete, tell
+from gateway.runs.event_ids import id_pair
 from gateway.runs.runs import RunEvent, Runs
 from gateway.tasks import Tasks
+from workers.messages import RUN_END_ID
 
 BACKGROUND = web.AppKey("background", Tasks)
 
@@ -34,28 +35,30 @@ async def follow(
 ) -> None:
     """Follows a run to its end. What is in `stack` lasts as long."""
     async with stack:
-        told = await told_run(runs, run_id, None)
-        await on_end(told)
+        await on_end(await told_run(runs, run_id))
 
 
-async def told_run(runs: Runs, run_id: str, seconds: float | None) -> Told:
-    """A run told up to its end, or for so long; at least its first event. Raises RunNotFound."""
+async def told_run(runs: Runs, run_id: str, upto: str = RUN_END_ID) -> Told:
+    """A run told up to its end, or to an event that it has. Raises RunNotFound."""
     answer = Answer(run_id)
     generator = cast(AsyncGenerator[RunEvent, None], runs.events(run_id))
     async with contextlib.aclosing(generator) as events:
-        answer.feed((await anext(events)).event)
+        entry = await anext(events)
+        answer.feed(entry.event)
         if answer.shape.endpoint not in DIALECTS:
             raise RunNotFound(run_id)
         told = Told(answer, DIALECTS[answer.shape.endpoint].teller(answer))
         told.teller.begin()
-        if seconds == 0:
-            return told
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                async for entry in events:
-                    tell(told, entry)
-                    await stop_when_complete(runs, answer)
+        while id_pair(entry.id) < id_pair(upto):
+            entry = await anext(events)
+            tell(told, entry)
+            await stop_when_complete(runs, answer)
     failure = answer.failure()
     if failure is not None:
         told.teller.fail(failure)
     return told
+
+
+async def told_so_far(runs: Runs, run_id: str) -> Told:
+    """A run told as far as it has come. Raises RunNotFound."""
+    return await told_run(runs, run_id, (await runs.state(run_id)).last_id)

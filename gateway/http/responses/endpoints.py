@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 
 import msgspec
 from aiohttp import web
@@ -22,7 +22,7 @@ from gateway.http.stream import RUN_KEY, Following, Told, answer_run, is_shown, 
 from gateway.store.responses import MAX_RESPONSE_BYTES, StoredResponse, fits
 from gateway.text.prompts import is_small
 
-from .background import BACKGROUND, follow, told_run
+from .background import BACKGROUND, follow, told_run, told_so_far
 from .body import ResponsesRequest, check_body
 from .chat import Asked, own_words, to_chat
 from .history import (
@@ -37,11 +37,10 @@ from .history import (
 from .items import Item
 from .listing import page_of
 
-LOOK_SECONDS = 0.2
-"""How long a look at a running response reads its events: those that there are come at once."""
 CANCEL_SECONDS = 5.0
 """How long a cancel waits for the end, so that it can tell it."""
 
+ACCEPTED_ID = "0-1"
 EXPIRED = "The events of this response have expired: read it without 'stream'."
 
 
@@ -53,7 +52,7 @@ async def post_response(request: web.Request) -> web.StreamResponse:
     history = await _history(request, shelves, wanted.previous_response_id)
     items = await shelves.resolved(wanted.items)
     stored = _to_store(wanted, shelves, history, items)
-    async with AsyncExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         with own_words():
             chat = await _to_chat(asked, [*history.items, *items], stored)
             call = await stack.enter_async_context(started_call(request, chat, prepare_chat))
@@ -71,7 +70,7 @@ async def post_response(request: web.Request) -> web.StreamResponse:
         if wanted.stream:
             return await answer_run(request, call.run_id)
         request[RUN_KEY] = call.run_id
-        return _json(_snapshot(await told_run(runs, call.run_id, 0)))
+        return _json(_snapshot(await told_run(runs, call.run_id, ACCEPTED_ID)))
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
@@ -87,7 +86,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     request[RUN_KEY] = run_id
     if stored is not None and stored.body:
         return _json(stored.body)
-    told = await _told(request, response, LOOK_SECONDS)
+    told = await _told(request, response)
     if not _teller(told).is_stored:
         raise ResponseNotFound(response)
     return await _shown(shelves, response, stored, told)
@@ -102,7 +101,10 @@ async def post_cancel(request: web.Request) -> web.StreamResponse:
     if stored is not None and stored.body:
         return _json(stored.body)
     await _cancel(request, response)
-    return await _shown(shelves, response, stored, await _told(request, response, CANCEL_SECONDS))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CANCEL_SECONDS):
+            await told_run(request.app[STATE].runs, stored_run(response))
+    return await _shown(shelves, response, stored, await _told(request, response))
 
 
 async def delete_response(request: web.Request) -> web.StreamResponse:
@@ -157,7 +159,7 @@ async def _history(request: web.Request, shelves: Shelves, previous: str | None)
         if run_id is None or stored is None:
             raise previous_not_found(previous)
         if not stored.body:  # its gateway did not live to store its end
-            told = await _told(request, previous, LOOK_SECONDS)
+            told = await _told(request, previous)
             if not told.answer.ended:
                 raise previous_not_found(previous)
             stored = msgspec.structs.replace(stored, body=msgspec.json.encode(told.teller.body()))
@@ -189,7 +191,7 @@ async def _tell_again(
     if not (after == "-1" or (after.isascii() and after.isdigit() and len(after) < 10)):
         raise InvalidField("starting_after", "'starting_after' must be the number of an event, from 0.")
     following = Following(streams=True, skip=int(after) + 1, endpoint="responses")
-    if stored is None and not _teller(await _told(request, response, 0)).is_stored:
+    if stored is None and not _teller(await _told(request, response)).is_stored:
         raise ResponseNotFound(response)
     try:
         return await answer_run(request, stored_run(response), following)
@@ -199,10 +201,10 @@ async def _tell_again(
         raise GatewayError("response_not_found", EXPIRED) from None
 
 
-async def _told(request: web.Request, response: str, seconds: float) -> Told:
+async def _told(request: web.Request, response: str) -> Told:
     """The response so far. Raises ResponseNotFound."""
     try:
-        told = await told_run(request.app[STATE].runs, stored_run(response), seconds)
+        told = await told_so_far(request.app[STATE].runs, stored_run(response))
     except RunNotFound:
         raise ResponseNotFound(response) from None
     if not is_shown(request, told.answer, "responses"):
@@ -212,7 +214,7 @@ async def _told(request: web.Request, response: str, seconds: float) -> Told:
 
 async def _cancel(request: web.Request, response: str) -> None:
     """Ends its run, if that has not ended. Raises ResponseNotFound."""
-    await _told(request, response, 0)
+    await _told(request, response)
     await request.app[STATE].runs.cancel(stored_run(response))
 
 
