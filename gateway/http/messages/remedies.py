@@ -36,7 +36,6 @@ MESSAGES_REMEDIES = {
     "mcp_servers": "absent or empty: this server calls no MCP servers; let the client offer their tools",
     "thread": "absent: this server keeps no threads; send the whole conversation",
     "text": "a string",
-    "thinking_text": "a string",
     "signature": "a string",
     "name": "a non-empty string",
     "description": "a string",
