@@ -328,6 +328,19 @@ def test_a_message_from_the_future_fails_its_turn_alone(pair: tuple[Bus, Desk]) 
     receive(bus)
 
 
+@pytest.mark.parametrize("kind", [Cancel, Pause])
+def test_a_word_from_the_future_about_a_turn_does_not_end_it(
+    pair: tuple[Bus, Desk], kind: type[Cancel | Pause]
+) -> None:
+    bus, desk = pair
+    desk.dispatch("run-1", incarnation=1)
+    receive(bus)
+    num_events = len(desk.events("run-1"))
+    desk.send(kind(v=2, run_id="run-1", attempt=1))
+    wait_for(lambda: desk.num_inbox_entries() == 1)
+    assert bus.receive(0) == [] and len(desk.events("run-1")) == num_events
+
+
 @pytest.mark.parametrize("payload", [b"", b"\xff", b"\x81\xa4kind\xa6dragon", encode({"kind": "submit"})])
 def test_what_cannot_be_read_is_deleted(pair: tuple[Bus, Desk], payload: bytes) -> None:
     bus, desk = pair

@@ -12,6 +12,7 @@ from kvcache.cache import Cache
 from kvcache.errors import IntegrityError
 from tests.conftest import Logged, ValkeyServer
 from tests.fakes import FakeClock, FakeModel, FakeRunner, fake_rules, fake_submit
+from tests.workers.engine_bench import resumed
 from tests.workers.test_bus import BUNDLE, INFO, Desk, wait_for
 from workers.engine import Engine
 from workers.errors import BusError
@@ -22,7 +23,10 @@ from workers.messages import (
     EngineStats,
     Failed,
     Finished,
+    Pause,
+    Paused,
     Sampling,
+    TurnEnd,
     decode_stats,
     engine_key,
     engine_lease_key,
@@ -79,7 +83,11 @@ class Rig:
 
     def ends(self, run_id: str) -> list[object]:
         found = self.desk.events(run_id).values()
-        return [event for event in found if isinstance(event, Finished | Cancelled | Failed)]
+        return [event for event in found if isinstance(event, TurnEnd)]
+
+    def token_ids(self, run_id: str) -> list[int]:
+        events = self.desk.events(run_id).values()
+        return array("I", b"".join(getattr(event, "token_ids", b"") for event in events)).tolist()
 
     def _run(self) -> None:
         try:
@@ -119,8 +127,7 @@ def test_four_turns_over_the_bus_give_what_each_gives_alone(rig: Rig) -> None:
     assert all(isinstance(rig.ends(run_id)[0], Finished) for run_id in prompts), rig.ends("run-0")
     for run_id, prompt in prompts.items():
         submit = fake_submit(run_id, list(prompt), sampling=Sampling(temperature=0.0))
-        written = b"".join(getattr(event, "token_ids", b"") for event in rig.desk.events(run_id).values())
-        assert array("I", written).tolist() == rig.runner.model.generate(submit, 12)
+        assert rig.token_ids(run_id) == rig.runner.model.generate(submit, 12)
     wait_for(lambda: rig.desk.num_inbox_entries() == 0)
     wait_for(lambda: rig.stats().generated_tokens == 48)
     assert (rig.stats().active_memory_bytes, rig.stats().peak_memory_bytes) == (7, 8)
@@ -135,6 +142,36 @@ def test_a_cancel_ends_a_running_turn(rig: Rig) -> None:
     wait_for(lambda: rig.ends("run-1"))
     (end,) = rig.ends("run-1")
     assert isinstance(end, Cancelled)
+    wait_for(lambda: rig.desk.num_inbox_entries() == 0)
+
+
+def test_a_turn_is_paused_and_sent_on_over_the_bus(rig: Rig) -> None:
+    rig.runner.seconds = 0.01
+    rig.call("run-1", b"a prompt of more than one page, " * 4, max_tokens=60)
+    wait_for(lambda: len(rig.desk.events("run-1")) > 3)
+    rig.desk.send(Pause(run_id="run-1", attempt=1))
+    wait_for(lambda: rig.ends("run-1"))
+    assert isinstance(rig.ends("run-1")[0], Paused)
+    wait_for(lambda: rig.desk.num_inbox_entries() == 0)
+    wait_for(lambda: rig.stats().num_pinned_pages > 0)
+    submit = fake_submit("run-1", list(b"a prompt of more than one page, " * 4), max_tokens=60)
+    second = msgspec.structs.replace(resumed(submit, rig.token_ids("run-1")), digest="d1")
+    rig.desk.send(second)
+    wait_for(lambda: len(rig.ends("run-1")) == 2)
+    assert isinstance(rig.ends("run-1")[1], Finished)
+    assert rig.token_ids("run-1") == rig.runner.model.generate(submit, 60)
+    wait_for(lambda: rig.stats().num_pinned_pages == 0)
+
+
+def test_a_late_cancel_lets_go_of_what_a_paused_run_holds(rig: Rig) -> None:
+    rig.runner.seconds = 0.01
+    rig.call("run-1", b"a prompt of more than one page, " * 4, max_tokens=200)
+    wait_for(lambda: len(rig.desk.events("run-1")) > 3)
+    rig.desk.send(Pause(run_id="run-1", attempt=1))
+    wait_for(lambda: rig.stats().num_pinned_pages > 0)
+    rig.desk.send(Cancel(run_id="run-1", attempt=1))
+    wait_for(lambda: rig.stats().num_pinned_pages == 0)
+    assert [type(end) for end in rig.ends("run-1")] == [Paused]
     wait_for(lambda: rig.desk.num_inbox_entries() == 0)
 
 
