@@ -7,6 +7,10 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from gateway.http.responses.shapes import Response
+
 from .fake_runs import words
 from .http_gateway import Gateway
 from .samples import byte_level_tokenizer
@@ -36,6 +40,8 @@ def sse_events(text: str) -> list[SseEvent]:
         fields = dict(line.split(": ", 1) for line in block.splitlines())
         event = SseEvent(fields["event"], json.loads(fields["data"]), fields["data"])
         assert event.name == event.data["type"]
+        if "response" in event.data:
+            msgspec.convert(event.data["response"], Response, strict=True)
         events.append(event)
     return events
 
@@ -45,6 +51,7 @@ async def ask(gateway: Gateway, *texts: str, reason: str = "stop", **more: Any) 
     gateway.runs.script = words(*texts, reason=reason)
     status, body = await gateway.post({**ASKED, **more}, RESPONSES)
     assert status == 200, body
+    msgspec.convert(body, Response, strict=True)
     return dict(body)
 
 

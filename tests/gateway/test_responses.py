@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from typing import Any
@@ -369,11 +370,19 @@ async def test_a_silent_stream_is_kept_alive_by_data_and_not_by_comments(start: 
     assert own == [*range(len(own))]
 
 
-async def test_a_client_that_leaves_ends_its_run(gateway: Gateway) -> None:
+async def test_a_client_that_leaves_a_stream_ends_its_run(gateway: Gateway) -> None:
     gateway.runs.script = lambda order: [Tokens(token_ids=b"\1\0\0\0", text="x"), 60.0]
     response = await gateway.http.post(gateway.url + RESPONSES, json={**ASKED, "stream": True})
     await response.content.readany()
     response.close()
+    await until(lambda: bool(gateway.runs.cancelled))
+
+
+async def test_a_client_that_leaves_without_a_stream_ends_its_run_too(gateway: Gateway) -> None:
+    gateway.runs.script = lambda order: [Tokens(token_ids=b"\1\0\0\0", text="x"), 60.0]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await gateway.post(ASKED, RESPONSES)
     await until(lambda: bool(gateway.runs.cancelled))
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gateway.http.route import Parameter, Route
 
 from .body import ResponsesRequest
 from .endpoints import delete_response, get_input_items, get_response, post_cancel, post_response
+from .shapes import InputItems, Response, ResponseDeleted, ResponseEvent
 
 ROUTES = (
     Route(
@@ -17,7 +16,8 @@ ROUTES = (
         scope="control",
         summary="Answers a conversation of items.",
         body=ResponsesRequest,
-        events=dict[str, Any],
+        answers={200: Response},
+        events=ResponseEvent,
     ),
     Route(
         method="GET",
@@ -25,7 +25,8 @@ ROUTES = (
         call=get_response,
         scope="read",
         summary="A response as stored, or as far as it has come; or its events again.",
-        events=dict[str, Any],
+        answers={200: Response},
+        events=ResponseEvent,
         parameters=(
             Parameter("stream", "true: the events instead of the whole."),
             Parameter("starting_after", "The sequence number of the last event that was seen.", type=int),
@@ -38,6 +39,7 @@ ROUTES = (
         scope="control",
         verb="delete_response",
         summary="Forgets a stored response; a running one ends.",
+        answers={200: ResponseDeleted},
     ),
     Route(
         method="POST",
@@ -46,6 +48,7 @@ ROUTES = (
         scope="control",
         verb="cancel_response",
         summary="Ends a running response.",
+        answers={200: Response},
     ),
     Route(
         method="GET",
@@ -53,6 +56,7 @@ ROUTES = (
         call=get_input_items,
         scope="read",
         summary="What a stored response was asked.",
+        answers={200: InputItems},
         parameters=(
             Parameter("limit", "Items of a page, 1 to 100.", type=int),
             Parameter("order", "asc or desc (as usual)."),
