@@ -17,6 +17,7 @@ from .messages.routes import ROUTES as MESSAGES
 from .metrics_page import get_metrics
 from .models import Model, ModelList, NativeModelList, get_model, get_models, get_native_models
 from .openapi import get_openapi
+from .responses.routes import ROUTES as RESPONSES
 from .route import Parameter, Route
 from .sessions import CancelRequest, SessionCancelled, post_cancel
 from .shapes import ChatChunk, ChatCompletion, TextCompletion
@@ -151,4 +152,4 @@ SERVER = (
     ),
 )
 
-ROUTES: tuple[Route, ...] = (*OPENAI, *MESSAGES, *NATIVE, *SESSIONS, *MODELS, *SERVER)
+ROUTES: tuple[Route, ...] = (*OPENAI, *RESPONSES, *MESSAGES, *NATIVE, *SESSIONS, *MODELS, *SERVER)
