@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from msgspec import Raw, structs
+
 from gateway.store.results import ResultCall, ResultError, RunResult
 from gateway.text.parsing import Said
 from workers.messages import Derail, Failed, Finished, RunEnded, encode
 
 from .events import CallAsked
+from .spec import encode_spec
 from .state import RunState
 from .transcript import Transcript, TurnText
 
@@ -47,7 +50,7 @@ def result_of(told: Told, ended: RunEnded, now: float) -> RunResult:
     calls = calls_of(told.run_id, number, said)
     return RunResult(
         state=ended.state,
-        accepted=encode(state.accepted) if state.accepted is not None else b"",
+        accepted=_accepted(state),
         text=said.content,
         reasoning=said.reasoning,
         calls=tuple(ResultCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls),
@@ -64,6 +67,15 @@ def result_of(told: Told, ended: RunEnded, now: float) -> RunResult:
         error=_error(state, ended),
         is_partial=ended.state != "completed",
     )
+
+
+def _accepted(state: RunState) -> bytes:
+    """Its first event without what may be large: the body, its schema and how its answer is read."""
+    if state.accepted is None:
+        return b""
+    spec = structs.replace(state.spec, body=b"", result_schema=b"")
+    kept = structs.replace(state.accepted, spec=encode_spec(spec), request=Raw(b"\xc0"))
+    return encode(kept)
 
 
 def _last_words(transcript: Transcript) -> TurnText:

@@ -37,9 +37,15 @@ class RunVerbs(Protocol):
         ...
 
     async def cancel(
-        self, run_id: str, mode: CancelMode = "now", *, tree: bool = False, command: str = ""
+        self,
+        run_id: str,
+        mode: CancelMode = "now",
+        *,
+        tree: bool = False,
+        command: str = "",
+        seconds: float = 0.0,
     ) -> Cancelled:
-        """Ends a run; with `tree` all that descends from it, too."""
+        """Ends a run; with `tree` all that descends from it, too. Waits for its end for so many seconds."""
         ...
 
     async def pause(self, run_id: str, hold_seconds: float | None = None, *, command: str = "") -> Paused:

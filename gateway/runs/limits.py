@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workers.messages import RunEnded
+from workers.messages import Cancelled, RunEnded
 
 from .spec import Budget
 from .state import Phase, RunState
@@ -42,9 +42,9 @@ def expired(state: RunState, now: float) -> RunEnded | None:
     spec = state.spec
     if spec.deadline is not None and now >= spec.deadline:
         return RunEnded(state="expired", error="deadline_exceeded", message="The run's deadline has passed.")
-    waits = state.phase in (Phase.WAITING, Phase.DISPATCHED)
-    if waits and spec.queue_ttl_ms is not None and now - state.waiting_since > spec.queue_ttl_ms / 1000:
-        message = f"The run found no worker within its queue_ttl_ms of {spec.queue_ttl_ms}."
+    ttl_ms = spec.queue_ttl_ms
+    if ttl_ms is not None and _waits(state) and now - state.waiting_since > ttl_ms / 1000:
+        message = f"The run found no worker within its queue_ttl_ms of {ttl_ms}."
         return RunEnded(state="expired", error="queue_ttl_exceeded", message=message)
     created = state.accepted.created if state.accepted is not None else now
     if spec.budget.wall_ms is not None and now - created > spec.budget.wall_ms / 1000:
@@ -52,11 +52,17 @@ def expired(state: RunState, now: float) -> RunEnded | None:
     return None
 
 
+def _waits(state: RunState) -> bool:
+    """Whether it has no worker, or was taken back before it got one."""
+    was_taken_back = isinstance(state.turn_end, Cancelled) and state.cached_tokens is None
+    return state.phase in (Phase.WAITING, Phase.DISPATCHED) or was_taken_back
+
+
 def overspent(state: RunState, accounts: Accounts) -> RunEnded | None:
     """The end of a run that may go no further. Before a turn: it needs a token and its prompt; within one:
     it has more than it may. Reaching a limit exactly is no offence.
     """
-    is_waiting = state.phase in (Phase.WAITING, Phase.PAUSED)
+    is_waiting = state.phase in (Phase.WAITING, Phase.PAUSED) or isinstance(state.turn_end, Cancelled)
     own, budget = accounts.own, state.spec.budget
     needs = 1 if is_waiting else 0
     checks = [

@@ -1,0 +1,104 @@
+"""Budgets, deadlines, time in line and heartbeats end runs, with what they had said kept."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gateway.runs.spec import Budget
+from tests.conftest import ValkeyServer
+
+from .chatting import CALL, assert_adds_up, chatting, ended, generated, reaches, result, spec
+from .talking_engine import TalkingEngine
+from .test_run_verbs import FIRST, answers
+
+
+async def test_an_output_budget_caps_the_turn_and_fails_the_run_with_its_part(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        run_id = await gate.runs.create(spec(budget=Budget(output_tokens=7)))
+        state = await ended(gate, run_id)
+        assert engine.turns[0].submit.max_tokens == 7
+        assert_adds_up(valkey, run_id, state)
+        kept = await result(gate, run_id)
+        assert kept.error is not None
+        assert (kept.state, kept.error.code, kept.is_partial) == ("failed", "budget_exceeded", True)
+        assert "output_tokens is 7" in kept.error.message
+        assert kept.text and FIRST.startswith(kept.text)
+
+
+async def test_a_budget_counts_over_turns(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        run_id = await gate.runs.create(spec(on_end="await_input"))
+        first = await reaches(gate, run_id, "input_required")
+        await gate.runs.cancel(run_id, seconds=5)
+        most = first.usage.completion_tokens + 2
+        run_id = await gate.runs.create(spec(on_end="await_input", budget=Budget(output_tokens=most)))
+        await reaches(gate, run_id, "input_required")
+        await gate.runs.respond(run_id, text="more")
+        state = await ended(gate, run_id)
+        assert engine.turns[-1].submit.max_tokens == 2
+        assert state.usage.completion_tokens == most
+        assert (state.status, state.turn) == ("failed", 2)
+
+
+@pytest.mark.parametrize(
+    ("budget", "status"),
+    [(Budget(prompt_tokens=3), "failed"), (Budget(wall_ms=300), "failed")],
+)
+async def test_other_budgets_end_a_run(valkey: ValkeyServer, budget: Budget, status: str) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 3
+        run_id = await gate.runs.create(spec(budget=budget))
+        state = await ended(gate, run_id)
+        assert state.status == status
+        assert state.ended is not None and state.ended.error == "budget_exceeded"
+        assert_adds_up(valkey, run_id, state)
+
+
+async def test_a_budget_of_tool_calls_ends_a_run_instead_of_asking(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, lambda prompt: CALL), chatting(valkey.url) as gate:
+        run_id = await gate.runs.create(spec(tools=True, budget=Budget(tool_calls=0)))
+        state = await ended(gate, run_id)
+        assert state.ended is not None and "tool_calls is 0" in state.ended.message
+
+
+async def test_a_deadline_expires_a_run_with_its_part(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 4
+        run_id = await gate.runs.create(spec(deadline=time.time() + 0.7))
+        state = await ended(gate, run_id)
+        assert state.status == "expired"
+        assert_adds_up(valkey, run_id, state)
+        assert (await result(gate, run_id)).text
+
+
+async def test_a_deadline_ends_a_paused_run_too(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 4
+        run_id = await gate.runs.create(spec(deadline=time.time() + 1))
+        await generated(gate, run_id, 4)
+        await gate.runs.pause(run_id)
+        assert (await ended(gate, run_id)).status == "expired"
+
+
+async def test_a_run_that_finds_no_worker_in_its_time_expires(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.is_starting = False
+        run_id = await gate.runs.create(spec(queue_ttl_ms=1200))
+        state = await ended(gate, run_id)
+        assert state.ended is not None
+        assert (state.status, state.ended.error) == ("expired", "queue_ttl_exceeded")
+
+
+@pytest.mark.parametrize(("orphan", "status"), [("cancel", "cancelled"), ("pause", "paused")])
+async def test_a_caller_that_is_not_heard_any_more(valkey: ValkeyServer, orphan: str, status: str) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 4
+        run_id = await gate.runs.create(spec(heartbeat_ms=600, orphan=orphan))
+        for _ in range(2):
+            await gate.caretaker.sweep()
+            assert (await gate.runs.heartbeat(run_id)).due_seconds == 0.6
+        assert (await gate.runs.state(run_id)).status not in ("cancelled", "paused")
+        await reaches(gate, run_id, status)
+        await gate.runs.cancel(run_id, seconds=5)
