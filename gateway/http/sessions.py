@@ -32,7 +32,7 @@ class SessionCancelled(Struct, frozen=True):
 async def post_cancel(request: web.Request) -> web.Response:
     """Tells how many runs were told to end. Safe to repeat; a call that comes later runs as usual.
 
-    Runs that other gateways have in line are not reached, those on engines are.
+    Runs of all gateways are reached, those in line too.
     """
     state = request.app[STATE]
     tenant = access_of(request).tenant

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import structlog
 from aiohttp import web
 
@@ -20,9 +18,7 @@ from .reading import RUN_ID
 
 def verbs_of(request: web.Request) -> RunVerbs:
     """What can be done with runs."""
-    runs: Any = request.app[STATE].runs
-    verbs: RunVerbs = runs
-    return verbs
+    return request.app[STATE].runs
 
 
 def store_of(request: web.Request) -> Store:

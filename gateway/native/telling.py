@@ -8,13 +8,13 @@ import msgspec
 
 from gateway.dialects.answer import Answer
 from gateway.dialects.frames import Body, Frame, Silence
-from gateway.dialects.openai import call_id
 from gateway.errors import GatewayError
+from gateway.runs.ends import call_id
 from gateway.runs.events import AnyEvent
 from gateway.runs.state import RunState, advance
 from gateway.runs.told import Gap, Lifecycle, Told, progress, tell
 from gateway.text.parsing import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
-from workers.messages import Failed
+from workers.messages import Dispatched, Failed
 
 LOST = ("gap", "run_lost")
 """Kinds of failure that mean: what came between is not to be had."""
@@ -70,14 +70,18 @@ class RunTeller:
         self.run_id = run_id
         self.state = RunState()
         self._answer = Answer(run_id)
-        self._num_calls = 0
+        self._turn = 1  # whose text comes: the last that was sent to an engine
+        self._num_calls = 0  # of the whole run
+        self._past_calls = 0  # of the turns before this one
 
     def feed(self, event_id: str, event: AnyEvent) -> list[PublicEvent]:
         """What one event tells."""
-        before, turn = self.state.last_id, self.state.turn
+        before, turn = self.state.last_id, self._turn
         parts = self._answer.feed(event)
         told: list[PublicEvent] = [self._part(part, turn) for part in parts]
         self.state = advance(self.state, event_id, event)
+        if isinstance(event, Dispatched) and self.state.turn != turn:
+            self._turn, self._past_calls = self.state.turn, self._num_calls
         if isinstance(event, Failed) and event.error in LOST:
             told.append(Gap(run=self.run_id, after=before, before=event_id))
         return [*told, *tell(self.run_id, event, self.state)]
@@ -99,22 +103,22 @@ class RunTeller:
                 return Thinking(run=run, turn=turn, text=text)
             case CallBegun(name):
                 self._num_calls += 1
-                return ToolCallBegun(run=run, turn=turn, id=self._call_id(), name=name)
+                return ToolCallBegun(run=run, turn=turn, id=self._call_id(turn), name=name)
             case Arguments(text):
-                return ToolCallDelta(run=run, turn=turn, id=self._call_id(), arguments=text)
+                return ToolCallDelta(run=run, turn=turn, id=self._call_id(turn), arguments=text)
             case CallEnded(is_whole):
                 call = self._answer.said.calls[self._num_calls - 1]
                 return ToolCallMade(
                     run=run,
                     turn=turn,
-                    id=self._call_id(),
+                    id=self._call_id(turn),
                     name=call.name,
                     arguments=call.arguments,
                     whole=is_whole,
                 )
 
-    def _call_id(self) -> str:
-        return call_id(self._answer, self._num_calls - 1)
+    def _call_id(self, turn: int) -> str:
+        return call_id(self.run_id, turn, self._num_calls - self._past_calls - 1)
 
 
 def frames(events: Sequence[Told]) -> list[Frame]:

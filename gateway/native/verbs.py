@@ -16,6 +16,9 @@ from .bodies import VerbBody
 from .reading import idempotency_key, read_verb
 from .structs import CancelRequest, EmptyRequest, PauseRequest, RespondRequest, SteerRequest
 
+END_SECONDS = 5.0
+"""How long a cancel waits to tell the end that it brought about."""
+
 _CANCEL = {"mode": "'graceful' or 'now'"}
 
 
@@ -23,7 +26,9 @@ async def post_cancel(request: web.Request) -> web.Response:
     """Ends a run; the status tells whose end came first."""
     run_id, _ = await own_run(request)
     asked = read_verb(await request.read(), CancelRequest, _CANCEL)
-    told = await verbs_of(request).cancel(run_id, asked.mode, tree=asked.tree, command=command_of(request))
+    told = await verbs_of(request).cancel(
+        run_id, asked.mode, tree=asked.tree, command=command_of(request), seconds=END_SECONDS
+    )
     return json_response(VerbBody(id=run_id, status=told.status, mode=told.mode, num_runs=told.num_runs))
 
 

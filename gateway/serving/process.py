@@ -133,7 +133,7 @@ async def run_gateway(
     store = store_in(bus, kept_bytes(settings))
     instruments = Instruments()
     places = Places(directory, settings.max_waiting, classes=settings.classes, watch=instruments.flow)
-    runs = Runs(bus, directory, places=places)
+    runs = Runs(bus, directory, places=places, store=store)
     caretaker = Caretaker(bus, directory, runs)
     runs.on_turn_end.append(turn_observer(instruments))
     tokens = TokenStore(tokens_file(settings, home))

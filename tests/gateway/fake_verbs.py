@@ -114,8 +114,14 @@ class FakeVerbs(FakeRuns):
         state = fold([("0-1", result.accepted)])
         return advance(state, RUN_END_ID, RunEnded(state=result.state))
 
-    async def cancel(  # type: ignore[override]
-        self, run_id: str, mode: CancelMode = "now", *, tree: bool = False, command: str = ""
+    async def cancel(
+        self,
+        run_id: str,
+        mode: CancelMode = "now",
+        *,
+        tree: bool = False,
+        command: str = "",
+        seconds: float = 0.0,
     ) -> outcomes.Cancelled:
         self.asked.append(("cancel", (mode, tree, command)))
         if (await self.state(run_id)).status not in FINAL:
@@ -170,7 +176,8 @@ class FakeVerbs(FakeRuns):
 
     async def play(self, run_id: str, *texts: str) -> None:
         """On a worker, with these texts."""
-        await self.write(run_id, Dispatched(engine_id="e", incarnation=1))
+        turn = (await self.state(run_id)).turn
+        await self.write(run_id, Dispatched(engine_id="e", incarnation=1, turn=turn))
         await self.write(run_id, Started(worker=0, cached_tokens=4))
         for text in texts:
             await self.write(run_id, Tokens(token_ids=b"\1\0\0\0", text=text))

@@ -1,0 +1,227 @@
+"""The native API over real runs and a real Valkey; only the engine is a fake: what an orchestrator does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from gateway.callers.tokens import TokenStore
+from gateway.http.app import build_app
+from gateway.settings import GatewaySettings
+from metrics.instruments import Instruments
+from tests.conftest import ValkeyServer
+
+from .chatting import CALL
+from .native_client import NativeClient, Told
+from .samples import TOOLS
+from .talking_engine import TalkingEngine
+from .test_runs import gateway
+
+FIRST, SECOND = "The quick brown fox jumps over the lazy dog", "Fine"
+
+
+def answers(prompt: str) -> str:
+    """Calls a tool where there are some, else two answers, one after the other."""
+    if "read_file" in prompt:
+        return "done" if "contents" in prompt else CALL
+    return FIRST if prompt.count("<|im_start|>assistant") == 1 else SECOND
+
+
+@asynccontextmanager
+async def serving(url: str, folder: Path, name: str = "g1") -> AsyncIterator[NativeClient]:
+    """One gateway with all its parts."""
+    async with gateway(url, name) as gate, aiohttp.ClientSession() as http:
+        app = build_app(
+            GatewaySettings(keepalive_seconds=5.0),
+            gate.runs,
+            gate.directory,
+            TokenStore(folder / "tokens.json"),
+            instruments=Instruments(),
+            store=gate.runs.keeper.store,
+        )
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        try:
+            yield NativeClient(http, f"http://{host}:{port}")
+        finally:
+            await runner.cleanup()
+
+
+@pytest.fixture
+async def engine(valkey: ValkeyServer) -> AsyncIterator[TalkingEngine]:
+    async with TalkingEngine(valkey.url, answers) as talking:
+        yield talking
+
+
+@pytest.fixture
+async def client(engine: TalkingEngine, valkey: ValkeyServer, tmp_path: Path) -> AsyncIterator[NativeClient]:
+    async with serving(valkey.url, tmp_path) as started:
+        yield started
+
+
+async def get(client: NativeClient, run_id: str) -> Told:
+    status, told = await client.call("GET", f"/v1/runs/{run_id}")
+    assert status == 200, told
+    return told
+
+
+async def reaches(client: NativeClient, run_id: str, holds: Callable[[Told], bool]) -> Told:
+    async with asyncio.timeout(10):
+        while not holds(told := await get(client, run_id)):  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.01)
+    return told
+
+
+async def test_a_run_is_created_followed_and_read_again(client: NativeClient) -> None:
+    run_id = await client.create(session="s", agent="a")
+    events = await client.stream(f"/v1/runs/{run_id}/events")
+    assert "".join(told["text"] for told in events if told["type"] == "token") == FIRST
+    assert events[-1]["type"] == "run.completed"
+    told = await get(client, run_id)
+    assert (told["status"], told["result"]["text"], told["turn"]) == ("completed", FIRST, 1)
+    assert told["usage"]["total_tokens"] == events[-1]["usage"]["total_tokens"] > 0
+    logged = await client.stream("/v1/sessions/s/events?follow=false")
+    assert [event["type"] for event in logged] == [
+        event["type"] for event in events if event["type"] not in ("token", "run.progress")
+    ]
+    _, tree = await client.call("GET", "/v1/sessions/s/tree")
+    assert tree["agents"][0]["runs"][0]["status"] == "completed"
+    assert tree["usage"]["total_tokens"] == told["usage"]["total_tokens"]
+    assert (await client.call("DELETE", f"/v1/runs/{run_id}"))[0] == 200
+    assert (await client.call("GET", f"/v1/runs/{run_id}"))[0] == 404
+
+
+async def test_a_run_is_steered_paused_and_resumed(client: NativeClient, engine: TalkingEngine) -> None:
+    engine.allowed = 3
+    run_id = await client.create()
+    await reaches(client, run_id, lambda told: told["usage"]["completion_tokens"] == 3)
+    status, told = await client.call("POST", f"/v1/runs/{run_id}/pause", {"hold_ms": 5000})
+    assert (status, told["status"], told["hold_ms"]) == (200, "paused", 5000)
+    assert (await get(client, run_id))["status"] == "paused"
+    status, told = await client.call("POST", f"/v1/runs/{run_id}/resume")
+    assert (status, told["recomputed_tokens"]) == (200, 0)
+    steer = ("POST", f"/v1/runs/{run_id}/steer", {"text": "Brief."})
+    status, told = await client.call(*steer, Idempotency_Key="k")
+    assert (status, told["applied"], told["turn"]) == (200, "now", 2)
+    engine.allowed = None
+    _, waited = await client.call("POST", "/v1/runs/wait", {"ids": [run_id], "timeout_ms": 10_000})
+    (told,) = waited["done"]
+    assert (told["status"], told["result"]["text"], told["turn"]) == ("completed", SECOND, 2)
+    _, again = await client.call(*steer, Idempotency_Key="k")
+    assert (again["applied"], again["turn"]) == ("now", 2)
+    types = [event["type"] for event in await client.stream(f"/v1/runs/{run_id}/events")]
+    assert [name for name in types if name in ("run.paused", "run.resumed", "run.steered")] == [
+        "run.paused",
+        "run.resumed",
+        "run.paused",  # a steer stops the turn in the same way
+        "run.steered",
+    ]
+
+
+async def test_calls_asked_for_are_the_calls_that_were_told(client: NativeClient) -> None:
+    run_id = await client.create(tools=TOOLS)
+    _, waited = await client.call("POST", "/v1/runs/wait", {"ids": [run_id], "timeout_ms": 10_000})
+    (asked,) = waited["done"][0]["input_required"]["calls"]
+    told = await client.stream(f"/v1/runs/{run_id}/events?follow=false")
+    (made,) = [event for event in told if event["type"] == "tool_call"]
+    assert (made["id"], made["name"], made["arguments"]) == (asked["id"], asked["name"], asked["arguments"])
+    body = {"outputs": [{"call_id": asked["id"], "output": "contents"}]}
+    status, answered = await client.call("POST", f"/v1/runs/{run_id}/respond", body)
+    assert (status, answered["turn"]) == (200, 2)
+    ended = await reaches(client, run_id, lambda told: told["status"] == "completed")
+    assert ended["result"]["text"] == "done"
+
+
+async def test_a_fork_of_a_live_run_costs_nothing_of_its_parents(
+    client: NativeClient, engine: TalkingEngine
+) -> None:
+    engine.allowed = 5
+    parent = await client.create(session="s", agent="p")
+    await reaches(client, parent, lambda told: told["usage"]["completion_tokens"] == 5)
+    fork = ("POST", f"/v1/runs/{parent}/fork", {"input": "And you?"})
+    status, told = await client.call(*fork, Idempotency_Key="f")
+    assert status == 202, told
+    again = await client.call(*fork, Idempotency_Key="f")
+    assert again[1]["id"] == told["id"] and again[1]["replayed"]
+    engine.allowed = None
+    child = await reaches(client, told["id"], lambda told: told["status"] == "completed")
+    assert (child["parent_run"], child["parent"], child["session"]) == (parent, "p", "s")
+    assert child["fork"]["tokens"] == told["parent_tokens"] > 5
+    await reaches(client, parent, lambda told: told["status"] == "completed")
+    _, tree = await client.call("GET", "/v1/sessions/s/tree")
+    assert [agent["agent"] for agent in tree["agents"][0]["children"]] == [told["id"]]
+
+
+async def test_a_subtree_is_cancelled_through_another_gateway(
+    client: NativeClient, engine: TalkingEngine, valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    engine.allowed = 2
+    root = await client.create(session="s", agent="root")
+    child = await client.create(parent_run=root, agent="child")
+    leaf = await client.create(parent_run=child, agent="leaf")
+    async with serving(valkey.url, tmp_path, "g2") as other:
+        reading = asyncio.create_task(other.stream(f"/v1/runs/{leaf}/events"))
+        status, told = await other.call("POST", f"/v1/runs/{child}/cancel", {"tree": True})
+        assert (status, told["num_runs"], told["status"]) == (200, 2, "cancelled")
+        assert (await asyncio.wait_for(reading, 10))[-1]["type"] == "run.cancelled"
+        assert (await get(other, root))["status"] != "cancelled"
+        _, told = await other.call("POST", "/v1/sessions/s/cancel")
+        assert told["num_cancelled"] == 1
+        await reaches(client, root, lambda told: told["status"] == "cancelled")
+
+
+async def test_budgets_and_deadlines_end_runs_with_what_they_had(
+    client: NativeClient, engine: TalkingEngine
+) -> None:
+    spent = await client.create(budget={"output_tokens": 3})
+    engine_told = await reaches(client, spent, lambda told: told["ended"] is not None)
+    assert (engine_told["status"], engine_told["error"]["code"]) == ("failed", "budget_exceeded")
+    assert engine_told["result"]["partial"] and engine_told["usage"]["completion_tokens"] == 3
+    engine.allowed = 2
+    late = await client.create(deadline_ms=300)
+    told = await reaches(client, late, lambda told: told["ended"] is not None)
+    assert told["status"] == "expired" and told["result"]["partial"]
+
+
+async def test_a_chat_call_shows_in_the_lists_and_the_tree(client: NativeClient) -> None:
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tetrarch": {"session": "s", "agent": "a"},
+    }
+    status, _ = await client.call("POST", "/v1/chat/completions", body)
+    assert status == 200
+    _, listed = await client.call("GET", "/v1/runs?session=s")
+    (line,) = listed["data"]
+    assert (line["kind"], line["agent"]) == ("call", "a")
+    told = await get(client, line["id"])
+    assert (told["status"], told["result"]["text"]) == ("completed", FIRST)
+
+
+async def test_a_large_body_does_not_cost_its_result(client: NativeClient, valkey: ValkeyServer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 1500}}]
+    run_id = await client.create(input=None, messages=messages, tools=tools, tool_choice="none")
+    await reaches(client, run_id, lambda told: told["status"] == "completed")
+    with valkey.client() as connection:
+        assert int(connection.strlen(f"tetrarch:1:run:{run_id}:result")) < 1000
+
+
+async def test_many_runs_of_a_batch_are_waited_for_together(client: NativeClient) -> None:
+    batch = {"runs": [{"input": f"Hello {number}", "session": "s"} for number in range(12)]}
+    status, told = await client.call("POST", "/v1/runs/batch", batch)
+    assert (status, told["num_accepted"]) == (202, 12)
+    run_ids = [item["run"]["id"] for item in told["data"]]
+    _, waited = await client.call("POST", "/v1/runs/wait", {"ids": run_ids, "timeout_ms": 20_000})
+    assert [run["id"] for run in waited["done"]] == run_ids
+    events = await client.stream("/v1/sessions/s/events?follow=false")
+    ends = [event["run"] for event in events if event["type"] == "run.completed"]
+    assert sorted(ends) == sorted(run_ids), "each end once"
