@@ -47,6 +47,7 @@ class TalkingEngine(FakeEngine):
         self.bundle = bundle_of(tokenizer(), QWEN)
         self.answers = answers
         self.allowed: int | None = None
+        self.seconds_per_token = 0.0
         self.is_starting = True  # False: turns stay in its line
         self.num_computed = 0  # prompt tokens, over all attempts
         self._seen: list[bytes] = []  # what it has in its cache
@@ -83,7 +84,7 @@ class TalkingEngine(FakeEngine):
             text = "" if token == answer[-1] else tokenizer().decode([token], skip_special_tokens=False)
             await self.write(turn, Tokens(token_ids=pack_token_ids([token]), text=text))
             produced += 1
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.seconds_per_token)
         self._seen.append(prompt + pack_token_ids(answer[:produced]))
         is_whole = produced == len(answer)
         await self._end(turn, cached, "stop" if is_whole else "length", produced)
