@@ -23,11 +23,9 @@ from gateway.flow.places import Order, Places, Reservation
 from gateway.store.store import Store, store_in
 from gateway.tasks import Border, Tasks, repeat
 from workers.messages import (
-    RUN_END_ID,
     RUNS_LIVE_KEY,
     Accepted,
     CancelAgents,
-    RunEnded,
     encode,
     event_id,
     run_events_key,
@@ -35,23 +33,20 @@ from workers.messages import (
 
 from .cancelling import Cancelling
 from .commands import CancelMode, CancelRun, PauseRun, ToolOutput, When
-from .driver import Driver
-from .event_ids import StreamGap, follows
-from .events import decode
+from .driver import Driver, Watcher
 from .keeping import Keeper
 from .making import Making
 from .outcomes import Alive, Cancelled, Forked, Paused, Responded, Resumed, Steered
+from .reading import read_events
 from .recording import Recorder
 from .run import Run, RunEvent
 from .spec import ForkPoint, RunSpec, encode_spec
-from .state import Phase, RunState, failed, fold
+from .state import Phase, RunState, fold
 from .talk import Conversation, Talk
 from .transcript import transcript
 from .verbs import Verbs
 
 __all__ = ["Order", "Run", "RunEvent", "Runs"]
-
-GONE = "The message bus lost the events of this run. Send the call again."
 
 log = structlog.get_logger(__name__)
 
@@ -91,6 +86,11 @@ class Runs:
     def on_turn_end(self) -> list[Callable[[Run], None]]:
         """Functions that hear of each turn's end."""
         return self._driver.on_turn_end
+
+    @property
+    def watchers(self) -> list[Watcher]:
+        """Functions that hear of each event of the runs that are this gateway's, and may say what to do."""
+        return self._driver.watchers
 
     def reserve(self, engine: EngineView, flow: FlowHints = NORMAL) -> Reservation:
         """A place in line while a call is prepared. Raises Overloaded or NoEngine."""
@@ -150,29 +150,13 @@ class Runs:
         first step. A run of which the bus has lost events ends in Failed (`run_lost` or `gap`).
         """
         run = await self.adopt(run_id)
-        follower = self._bus.follow(run_events_key(run_id), after)
         if run is not None:
             run.num_followers += 1
-        before = after
         try:
-            while True:
-                entry = await follower.next()
-                event = decode(entry.message)
-                if not follows(before, entry.id):
-                    raise StreamGap(before, entry.id)
-                before = entry.id
-                if event is not None:
-                    yield RunEvent(entry.id, event)
-                if isinstance(event, RunEnded):
-                    return
-        except StreamGone:
-            yield RunEvent(before, failed(RunState(), "run_lost", GONE))
-            yield RunEvent(RUN_END_ID, RunEnded(state="failed"))
-        except StreamGap as gap:
-            yield RunEvent(before, failed(RunState(), "gap", str(gap)))
-            yield RunEvent(RUN_END_ID, RunEnded(state="failed"))
+            async with contextlib.aclosing(read_events(self._bus, run_id, after)) as events:
+                async for event in events:
+                    yield event
         finally:
-            follower.close()
             if run is not None:
                 run.num_followers -= 1
                 run.since = time.monotonic()
@@ -183,7 +167,7 @@ class Runs:
         """
         run = self._driver.runs.get(run_id)
         if run is not None:
-            return run.state
+            return await self._newest(run.key, run.state)
         entries = await self._bus.read(run_events_key(run_id), "0-0")
         state = fold(entries) if entries else await self.keeper.state_of(run_id)
         if state is None or state.accepted is None:
@@ -362,6 +346,13 @@ class Runs:
         self.keeper.tell(run, RunEvent(run.state.last_id, accepted))
         self._driver.spawn(run, self._list(run))
         return run
+
+    async def _newest(self, key: str, state: RunState) -> RunState:
+        """With what has come since: a reader of the run's events may be ahead of us."""
+        if state.phase is not Phase.ENDED:
+            with contextlib.suppress(BusLost):
+                return fold(await self._bus.read(key, state.last_id), state)
+        return state
 
     async def _list(self, run: Run) -> None:
         with contextlib.suppress(BusLost):  # then lists lack it, and nothing else

@@ -17,8 +17,10 @@ from gateway.http.app import build_app
 from gateway.settings import GatewaySettings
 from metrics.instruments import Instruments
 from tests.conftest import ValkeyServer
+from workers.messages import RUNS_LIVE_KEY
 
 from .chatting import CALL
+from .fake_engine import until
 from .native_client import NativeClient, Told
 from .samples import TOOLS
 from .talking_engine import TalkingEngine
@@ -174,6 +176,8 @@ async def test_a_subtree_is_cancelled_through_another_gateway(
         assert (status, told["num_runs"], told["status"]) == (200, 2, "cancelled")
         assert (await asyncio.wait_for(reading, 10))[-1]["type"] == "run.cancelled"
         assert (await get(other, root))["status"] != "cancelled"
+        with valkey.client() as connection:
+            await until(lambda: connection.scard(RUNS_LIVE_KEY) == 1)
         _, told = await other.call("POST", "/v1/sessions/s/cancel")
         assert told["num_cancelled"] == 1
         await reaches(client, root, lambda told: told["status"] == "cancelled")
