@@ -18,7 +18,8 @@ from gateway.text.prompts import PromptLibrary
 from gateway.text.tokenizer import pack_token_ids
 
 from .access import access_of
-from .api import Request, parse
+from .api import ChatRequest, Request, parse
+from .continuing import ChatConversation
 from .requests import Prepared, find_engine
 from .state import STATE, State
 from .stream import Following, Told, answer_run
@@ -86,7 +87,8 @@ async def started_call(
         prepared = await prepare(asked, caller, engine, state.prompts)
         call = _named(state, prepared)
         with _closing(call):
-            run_id = await state.followers.start(call.order, place)
+            chat = ChatConversation.of(asked, prepared) if isinstance(asked, ChatRequest) else None
+            run_id = await state.followers.start(call.order, place, chat)
             place.close()
             yield Started(run_id, call.learn)
 

@@ -21,6 +21,7 @@ from gateway.errors import GatewayError
 from gateway.flow.directory import Directory
 from gateway.flow.places import Reservation
 from gateway.runs.runs import Order, Runs
+from gateway.runs.talk import Conversation
 from gateway.settings import GatewaySettings
 from gateway.store.store import Store
 from gateway.tasks import Tasks
@@ -35,9 +36,9 @@ class Followers:
         self._counts: Counter[str] = Counter()
         self._tasks = Tasks()
 
-    async def start(self, order: Order, place: Reservation) -> str:
+    async def start(self, order: Order, place: Reservation, conversation: Conversation | None = None) -> str:
         """`Runs.start`, which a leaving client cannot tear in two: its run is cancelled once it has an id."""
-        starting = asyncio.ensure_future(self._runs.start(order, place))
+        starting = asyncio.ensure_future(self._runs.start(order, place, conversation=conversation))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:

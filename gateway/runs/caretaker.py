@@ -187,6 +187,7 @@ class Caretaker:
                 return
             log.info("run_taken_over")
         run.is_attended = True
+        await self._runs.driver.telling.retell(run)
         await self._runs.driver.step(run)
 
     def _is_orphan(self, run: Run, now: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from workers.messages import (
     RUN_END_ID,
     RUNS_LIVE_KEY,
     Cancel,
+    Derail,
     Pause,
     RunEnded,
     Started,
@@ -30,14 +31,15 @@ from workers.messages import (
     run_events_key,
 )
 
-from .commands import Answered, ForkRun
+from .commands import Answered, Command, ForkRun
 from .ends import Told
 from .event_ids import StreamGap, follows, id_pair
 from .events import AnyEvent, decode, run_commands_key
-from .keeping import Keeper, is_lifecycle
+from .keeping import Keeper
 from .run import Run, RunEvent, closes_turn
 from .state import Phase, RunState, cancelled, failed, fold, paused
 from .steps import AskCaller, AskEngine, End, Enter, Fork, GoOn, Open, Refuse, Step, Verdict, next_step
+from .telling import Telling
 from .turns import Turns
 from .wishes import note
 
@@ -49,8 +51,8 @@ GATEWAY_LOST = "The gateway that took this call stopped before it was sent to an
 MakeChild = Callable[[ForkRun, Run, bytes], Awaitable[None]]
 """Starts the child of a run behind these tokens of it, unless it is there. Raises GatewayError."""
 
-Watcher = Callable[[Run, RunEvent], None]
-"""Hears each event of a run of ours: a detector, say."""
+Watcher = Callable[[Run, RunEvent], Sequence[Command | Derail]]
+"""Hears each event of a run of ours, as a detector does: what it wants done, and what it has found."""
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +66,7 @@ class Driver:
         self.watchers: list[Watcher] = []
         self.is_closed = False  # sends nothing more
         self.make_child = make_child
+        self.telling = Telling(bus, keeper, tasks)
         self.turns = Turns(bus, places, keeper, self)
         self._bus = bus
         self._places = places
@@ -293,7 +296,7 @@ class Driver:
                     await self._step_surely(run)
             log.info("run_ended", state=run.state.status)
             if run.is_ours:
-                await self._surely(lambda: self._keeper.flush(run))
+                await self._surely(lambda: self.telling.finish(run))
             await self.clear(run.run_id)
         except StreamGone:
             log.warning("run_lost")
@@ -371,14 +374,18 @@ class Driver:
     def _tell(self, run: Run, entry: RunEvent) -> None:
         for watcher in self.watchers:
             with self._border:
-                watcher(run, entry)
-        if is_lifecycle(entry.event):
-            self._keeper.tell(run, entry)
-            self.spawn(run, self._flush(run))
+                for wanted in watcher(run, entry):
+                    if isinstance(wanted, Derail):
+                        run.derail = wanted
+                    else:
+                        self.spawn(run, self._want(run, wanted))
+        self.telling.tell(run, entry)
 
-    async def _flush(self, run: Run) -> None:
-        with contextlib.suppress(BusLost):  # the next event, or the end, flushes again
-            await self._keeper.flush(run)
+    async def _want(self, run: Run, command: Command) -> None:
+        """Records what a watcher wants, and does it."""
+        with contextlib.suppress(BusLost, StreamGone):
+            await self._bus.send(run_commands_key(run.run_id), encode(command))
+            await self.look(run)
 
     async def clear(self, run_id: str) -> None:
         """An ended run leaves the list of live ones; its events stay for an hour. Safe to repeat."""

@@ -66,7 +66,10 @@ class Keeper:
     async def flush(self, run: Run) -> None:
         """Writes what was noted, in its order. Raises BusLost; then again."""
         async with run.telling:
-            await self.store.index.note(run.run_id, run.state.status, run.state.usage)
+            noted = (run.state.status, run.state.usage)
+            if noted != run.noted:
+                await self.store.index.note(run.run_id, *noted)
+                run.noted = noted
             lines, spec = list(run.untold), run.state.spec
             if lines:
                 where, is_last = (spec.tenant, spec.session), run.state.ended is not None

@@ -13,6 +13,7 @@ import msgspec
 
 from gateway.bus import Bus
 from gateway.errors import Conflict, InvalidField, NoEngine, RunNotFound, shorten
+from gateway.flow.places import Order
 from workers.messages import run_events_key
 
 from .commands import ForkRun
@@ -124,4 +125,19 @@ def _child_of(spec: RunSpec, parent_run: str, parent: RunState) -> RunSpec:
         parent_run=parent_run,
         tree=parent.spec.tree or parent_run,
         tree_budget=parent.spec.tree_budget,
+    )
+
+
+def spec_of(order: Order) -> RunSpec:
+    """What a plain call asks for."""
+    names, flow = order.names, order.flow
+    return RunSpec(
+        tenant=order.tenant,
+        namespace=order.namespace,
+        session=names.session,
+        agent=names.agent,
+        parent=names.parent,
+        model=order.engine.info.model_id,
+        flow_class=flow.flow_class,
+        priority=flow.priority,
     )

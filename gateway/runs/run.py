@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from gateway.flow.places import Order
 from gateway.text.parsing import Said
 from metrics.logs import about_run
-from workers.messages import Derail, Dispatched, Paused, Started, Tokens, TurnEnd, run_events_key
+from workers.messages import Derail, Dispatched, Paused, Started, Tokens, TurnEnd, Usage, run_events_key
 
 from .commands import CancelRun
 from .events import AnyEvent
@@ -56,6 +56,8 @@ class Run:
     kept_attempt: int | None = None  # the attempt up to which ids and counts are kept
     derail: Derail | None = None  # what a detector here has found
     untold: list[tuple[str, bytes]] = field(default_factory=list)  # event id, line: for the session's log
+    is_flushing: bool = False  # they will be written in a moment
+    noted: tuple[str, Usage] | None = None  # in the list of runs
     telling: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of these
     since: float = field(default_factory=time.monotonic)  # adopted, left by its last follower, or cancelled
     asked_owner_at: float | None = None  # when we last asked whether its own gateway lives
@@ -122,6 +124,7 @@ class Run:
             short=cut_short(self.state, accounts) if has_ended else None,
             said=self.said if has_ended else None,
             can_continue=self.conversation is not None,
+            can_fork=self.order is not None,
         )
 
     def advance(self, entry_id: str, event: AnyEvent) -> None:

@@ -35,7 +35,7 @@ from .cancelling import Cancelling
 from .commands import CancelMode, CancelRun, PauseRun, ToolOutput, When
 from .driver import Driver, Watcher
 from .keeping import Keeper
-from .making import Making
+from .making import Making, spec_of
 from .outcomes import Alive, Cancelled, Forked, Paused, Responded, Resumed, Steered
 from .reading import read_events
 from .recording import Recorder
@@ -391,18 +391,3 @@ class Runs:
         """Of the calls: detached runs are not waited for."""
         if tasks := [run.task for run in self._calls() if run.task is not None]:
             await asyncio.wait(tasks, timeout=seconds)
-
-
-def spec_of(order: Order) -> RunSpec:
-    """What a plain call asks for."""
-    names, flow = order.names, order.flow
-    return RunSpec(
-        tenant=order.tenant,
-        namespace=order.namespace,
-        session=names.session,
-        agent=names.agent,
-        parent=names.parent,
-        model=order.engine.info.model_id,
-        flow_class=flow.flow_class,
-        priority=flow.priority,
-    )

@@ -93,6 +93,7 @@ class View:
     short: RunEnded | None = None  # the limit that cut the turn short, if its reason is `length`
     said: Said | None = None  # by the turn, where it has ended
     can_continue: bool = True  # whether further turns can be made
+    can_fork: bool = True  # whether its tokens are known here
 
 
 def next_step(view: View) -> Step | None:
@@ -122,9 +123,12 @@ def _refusal(view: View) -> Refuse | None:
     if view.state.phase is not Phase.INPUT_REQUIRED and left.responses:
         names = tuple(response.command for response in left.responses)
         return Refuse(names, "no_input_required", "The run waits for no input: see its status.")
-    if not view.can_continue and (left.steers or left.forks):
-        names = (*(s.command for s in left.steers), *(f.command for f in left.forks))
+    if not view.can_continue and left.steers:
+        names = tuple(steer.command for steer in left.steers)
         return Refuse(names, "cannot_continue", "A run of this kind has one turn only: send another call.")
+    if not view.can_fork and left.forks:
+        names = tuple(fork.command for fork in left.forks)
+        return Refuse(names, "cannot_continue", "The gateway that had this call's tokens is gone.")
     return None
 
 

@@ -6,8 +6,11 @@ import time
 
 import pytest
 
+from gateway.runs.commands import CancelRun
+from gateway.runs.run import Run, RunEvent
 from gateway.runs.spec import Budget
 from tests.conftest import ValkeyServer
+from workers.messages import Derail, Tokens
 
 from .chatting import CALL, assert_adds_up, chatting, ended, generated, reaches, result, spec
 from .talking_engine import TalkingEngine
@@ -102,3 +105,35 @@ async def test_a_caller_that_is_not_heard_any_more(valkey: ValkeyServer, orphan:
         assert (await gate.runs.state(run_id)).status not in ("cancelled", "paused")
         await reaches(gate, run_id, status)
         await gate.runs.cancel(run_id, seconds=5)
+
+
+async def test_a_thinking_budget_stops_a_thought_that_does_not_end(valkey: ValkeyServer) -> None:
+    thought = f"<think>\n{FIRST * 3}</think>\n\nok"
+    async with TalkingEngine(valkey.url, lambda prompt: thought) as engine, chatting(valkey.url) as gate:
+        engine.seconds_per_token = 0.02
+        run_id = await gate.runs.create(spec(budget=Budget(thinking_tokens=6)))
+        state = await ended(gate, run_id)
+        assert state.ended is not None and "thinking_tokens is 6" in state.ended.message
+        assert 6 < state.num_tokens < len(thought) / 2
+        kept = await result(gate, run_id)
+        assert (kept.text, kept.thinking_tokens > 6) == ("", True)
+        free = await gate.runs.create(spec(budget=Budget(thinking_tokens=1000)))
+        assert (await ended(gate, free)).status == "completed"
+
+
+async def test_a_watcher_can_stop_a_run_that_goes_astray(valkey: ValkeyServer) -> None:
+    found = Derail(derail="text_loop", excerpt="lazy")
+
+    def watch(run: Run, entry: RunEvent) -> list[CancelRun | Derail]:
+        is_due = isinstance(entry.event, Tokens) and run.state.num_tokens == 4
+        return [found, CancelRun(command=f"watch-{run.run_id}", derail=found)] if is_due else []
+
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        gate.runs.watchers.append(watch)
+        engine.allowed = 5
+        run_id = await gate.runs.create(spec())
+        state = await ended(gate, run_id)
+        assert state.status == "derailed"
+        kept = await result(gate, run_id)
+        assert kept.derail == found
+        assert kept.text

@@ -1,0 +1,40 @@
+"""One run's events for one reader: in order, without a hole, to the end; or up to a hole, which is told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from gateway.bus import Bus, StreamGone
+from workers.messages import RUN_END_ID, RunEnded, run_events_key
+
+from .event_ids import StreamGap, follows
+from .events import decode
+from .run import RunEvent
+from .state import RunState, failed
+
+GONE = "The message bus lost the events of this run. Send the call again."
+
+
+async def read_events(bus: Bus, run_id: str, after: str) -> AsyncGenerator[RunEvent, None]:
+    """Events behind an id up to RunEnded; where the bus has lost some, up to Failed (`run_lost` or `gap`)."""
+    follower = bus.follow(run_events_key(run_id), after)
+    before = after
+    try:
+        while True:
+            entry = await follower.next()
+            event = decode(entry.message)
+            if not follows(before, entry.id):
+                raise StreamGap(before, entry.id)
+            before = entry.id
+            if event is not None:
+                yield RunEvent(entry.id, event)
+            if isinstance(event, RunEnded):
+                return
+    except StreamGone:
+        yield RunEvent(before, failed(RunState(), "run_lost", GONE))
+        yield RunEvent(RUN_END_ID, RunEnded(state="failed"))
+    except StreamGap as gap:
+        yield RunEvent(before, failed(RunState(), "gap", str(gap)))
+        yield RunEvent(RUN_END_ID, RunEnded(state="failed"))
+    finally:
+        follower.close()
