@@ -61,9 +61,13 @@ class SseStream:
             await self._write(_sse(fresh, event_id))
 
     async def keep_alive(self) -> None:
-        """After a long silence."""
+        """After a long silence.
+
+        A comment opens the next event, whichever that is: OpenAI's client takes an empty line after nothing
+        but a comment for an event without data, as soon as any event had an id, and breaks.
+        """
         silence = self._teller.silence()
-        comment = f": {silence.comment}\n\n".encode() if silence.comment else b""
+        comment = f": {silence.comment}\n".encode() if silence.comment else b""
         await self._write(comment + _sse(silence.frames, None))
 
     async def fail(self, error: GatewayError) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import openai
 import pytest
 
 from workers.messages import (
@@ -30,6 +31,23 @@ async def test_a_silent_stream_is_kept_alive_with_its_progress(start: Start) -> 
     assert len(empty) == len(comments)
     texts = await gateway.stream({"prompt": "x"}, TEXT)
     assert any("comment" in event for event in texts)
+
+
+async def test_no_keep_alive_behind_an_event_id_breaks_the_official_client(start: Start) -> None:
+    gateway = await start(keepalive_seconds=0.05)
+    said_slowly = words("Hel", "lo")
+    gateway.runs.script = lambda order: [
+        0.12, *said_slowly(order)[:1], 0.12, *said_slowly(order)[1:],
+    ]  # fmt: skip
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+        chat = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], stream=True
+        )
+        said = [chunk.choices[0].delta.content async for chunk in chat if chunk.choices]
+        text = await client.completions.create(model="tiny", prompt="Hi", stream=True)
+        continued = [chunk.choices[0].text async for chunk in text if chunk.choices]
+    assert "".join(filter(None, said)) == "".join(continued) == "Hello"
+    assert len(said) > 5, "no keep-alive came"
 
 
 async def test_a_talking_stream_gets_no_keepalives(start: Start) -> None:
