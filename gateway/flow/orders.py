@@ -29,10 +29,9 @@ class Order:
     turn_tokens: int = 0
     generated_tokens: int = 0  # as in Submit
     grammar: Grammar | None = None  # as in Submit
+    stops_derailed: bool = True  # as in Submit
     flow: FlowHints = NORMAL
-    prefers: str = (
-        ""  # the engine that holds what the prompt begins with; it goes there unless that costs seconds
-    )
+    prefers: str = ""  # the engine that holds the prompt's head; it goes there unless that costs seconds
     request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer
 
     @property
@@ -102,6 +101,7 @@ def submit_of(order: Order, run_id: str, attempt: int, engine: EngineInfo) -> Su
         explain=hints.explain,
         generated_tokens=order.generated_tokens,
         grammar=order.grammar,
+        stops_derailed=order.stops_derailed,
     )
 
 

@@ -165,6 +165,7 @@ def _order(
         stop=request.stops,
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
+        stops_derailed=not request.ignore_eos,  # who wants all tokens wants those of a cycle too
         tenant=caller.tenant,
         namespace=caller.namespace,
         hints=caller.hints,

@@ -83,6 +83,7 @@ class Turns:
             generated_tokens=len(current.ids) // 4,
             max_tokens=most_tokens(order.max_tokens, run.state, run.accounts()),
             sampling=sampling,
+            stops_derailed=order.stops_derailed and run.state.spec.derail == "stop",
             prefers=order.prefers if run.state.attempt == 0 else run.state.engine_id or "",
         )
 

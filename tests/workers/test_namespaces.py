@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tests.fakes import fake_submit
 from workers.messages import CancelAgents
 
-from .test_engine import Bench, fake_submit, prompt_of
+from .engine_bench import Bench, prompt_of
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,7 @@ from .test_engine import Bench, fake_submit, prompt_of
     ],
 )
 def test_prefixes_are_shared_within_a_namespace(
-    first: dict[str, str], second: dict[str, str], is_shared: bool
+    first: dict[str, Any], second: dict[str, Any], is_shared: bool
 ) -> None:
     bench = Bench()
     bench.engine.submit(fake_submit("first", prompt_of(40), **first))
@@ -34,7 +37,7 @@ def test_prefixes_are_shared_within_a_namespace(
 def test_agents_of_one_namespace_are_still_cancelled_by_tenant() -> None:
     bench = Bench()
     for tenant in ("a", "b"):
-        names = {"tenant": tenant, "namespace": "team", "session": "s", "agent": "x"}
+        names: dict[str, Any] = {"tenant": tenant, "namespace": "team", "session": "s", "agent": "x"}
         bench.engine.submit(fake_submit(tenant, prompt_of(40), max_tokens=20, **names))
     bench.engine.cancel_agents(CancelAgents(tenant="a", session="s"))
     bench.run()
