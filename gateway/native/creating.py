@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import uuid
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,15 +13,18 @@ import msgspec
 from aiohttp import web
 
 from gateway.bus import BusLost
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, InvalidField
+from gateway.flow.classes import FlowHints
 from gateway.http.api import INLINE_BODY_BYTES
-from gateway.http.fields import bad_field, read_fields
+from gateway.http.fields import read_fields
+from gateway.http.requests import find_engine
+from gateway.http.state import STATE
 from gateway.http.stream import RUN_KEY, json_response
 from gateway.runs.spec import ForkPoint, RunSpec
 
 from .access import state_of, store_of, verbs_of
 from .bodies import BatchBody, BatchItem, CreatedBody
-from .reading import AskedRun, RunKind, idempotency_key, inside, read_run, read_verb, run_id_of
+from .reading import AskedRun, idempotency_key, inside, read_run, read_verb
 from .showing import links
 from .specs import fork_point, spec_of
 from .structs import BatchRequest, ForkRequest, RunRequest
@@ -37,46 +39,39 @@ class _Wanted:
     run_id: str
     spec: RunSpec
     key: str | None
-    digest: bytes  # of the body
+    digest: bytes  # of the path and the body
 
 
 async def post_run(request: web.Request) -> web.Response:
     """One run, a fork where `fork` says so."""
-    body = await request.read()
-    _, asked = await _read(body, RunRequest)
-    fork = asked.request.fork
-    point = None if fork is None else fork_point(fork.run, fork.at)
-    return await _answer(request, asked, point, body)
+    _, asked = await _off_loop(await request.read(), lambda body: read_run(read_fields(body), RunRequest))
+    return await _answer(request, asked, _point_of(asked))
 
 
 async def post_fork(request: web.Request) -> web.Response:
     """A child of the run in the path."""
-    body = await request.read()
-    parent, _ = run_id_of(request.match_info["id"]), await state_of(request, request.match_info["id"])
-    asked_fork, asked = await _read(body, ForkRequest)
-    if asked_fork.fork is not None:
-        raise bad_field(
-            "fork", {"run": ""}, remedy="absent: the path tells the parent, 'at' where to leave it"
-        )
-    return await _answer(request, asked, fork_point(parent, asked_fork.at), body)
+    parent = request.match_info["id"]
+    await state_of(request, parent)
+    told, asked = await _off_loop(await request.read(), lambda body: read_run(read_fields(body), ForkRequest))
+    if told.fork is not None:
+        raise InvalidField("fork", "'fork' must be absent here: the path tells the parent, 'at' the point.")
+    return await _answer(request, asked, fork_point(parent, told.at))
 
 
 async def post_batch(request: web.Request) -> web.Response:
     """Up to 64 runs in their order; each is taken or refused on its own, unless `all_or_nothing`."""
-    body = await request.read()
-    batch = read_verb(body, BatchRequest)
     key = idempotency_key(request.headers)
+    is_whole, given = await _off_loop(await request.read(), _read_batch)
+    wanted = [await _wanted_or_not(request, asked, key, number) for number, asked in enumerate(given)]
+    if is_whole:
+        _check_room(request, wanted)
     items: list[BatchItem] = []
-    for number, fields in enumerate(batch.runs):
-        try:
-            item_key = None if key is None else f"{key}/{number}"
-            with inside(f"runs[{number}]"):
-                items.append(await _create_one(request, fields, item_key))
-        except GatewayError as error:
-            if batch.all_or_nothing:
-                await _take_back(request, items)
-                raise
-            items.append(BatchItem(status=error.status, error=error.body()["error"]))
+    for one in wanted:
+        item = await _create_item(request, one)
+        if is_whole and isinstance(item, GatewayError):
+            await _take_back(request, items)
+            raise item
+        items.append(_refused(item) if isinstance(item, GatewayError) else item)
     num_accepted = sum(item.run is not None for item in items)
     return json_response(
         BatchBody(data=items, num_accepted=num_accepted), status=202 if num_accepted else 200
@@ -90,27 +85,65 @@ async def unbroken(work: Coroutine[Any, Any, Answer]) -> Answer:
     return await asyncio.shield(task)
 
 
-async def _create_one(request: web.Request, fields: dict[str, Any], key: str | None) -> BatchItem:
-    told = {name: value for name, value in fields.items() if value is not None}
-    _, asked = read_run(told, RunRequest)
-    fork = asked.request.fork
-    point = None if fork is None else fork_point(fork.run, fork.at)
-    wanted = await _wanted(request, asked, point, key, msgspec.json.encode(told, order="sorted"))
-    return BatchItem(status=202, run=await unbroken(_create(request, wanted)))
+def _read_batch(body: bytes) -> tuple[bool, list[AskedRun | GatewayError]]:
+    batch = read_verb(body, BatchRequest)
+    given: list[AskedRun | GatewayError] = []
+    for number, fields in enumerate(batch.runs):
+        told = {name: value for name, value in fields.items() if value is not None}
+        try:
+            with inside(f"runs[{number}]"):
+                given.append(read_run(told, RunRequest)[1])
+        except GatewayError as error:
+            given.append(error)
+    return batch.all_or_nothing, given
+
+
+async def _wanted_or_not(
+    request: web.Request, asked: AskedRun | GatewayError, key: str | None, number: int
+) -> _Wanted | GatewayError:
+    if isinstance(asked, GatewayError):
+        return asked
+    try:
+        with inside(f"runs[{number}]"):
+            item_key = None if key is None else f"{key}/{number}"
+            return await _wanted(request, asked, _point_of(asked), item_key)
+    except GatewayError as error:
+        return error
+
+
+def _check_room(request: web.Request, wanted: Sequence[_Wanted | GatewayError]) -> None:
+    """Whether all can be taken and all find a place in line, before any starts. Raises the first refusal."""
+    state = request.app[STATE]
+    with contextlib.ExitStack() as places:
+        for one in wanted:
+            if isinstance(one, GatewayError):
+                raise one
+            engine = find_engine(state.directory, one.spec.model, state.aliases)
+            places.enter_context(state.runs.reserve(engine, FlowHints(flow_class=one.spec.flow_class)))
+
+
+async def _create_item(request: web.Request, wanted: _Wanted | GatewayError) -> BatchItem | GatewayError:
+    if isinstance(wanted, GatewayError):
+        return wanted
+    try:
+        return BatchItem(status=202, run=await unbroken(_create(request, wanted)))
+    except GatewayError as error:
+        return error
+
+
+def _refused(error: GatewayError) -> BatchItem:
+    return BatchItem(status=error.status, error=error.body()["error"])
 
 
 async def _take_back(request: web.Request, items: list[BatchItem]) -> None:
     for item in items:
         if item.run is not None and not item.run.replayed:
-            with suppress(GatewayError):
+            with contextlib.suppress(GatewayError):
                 await verbs_of(request).cancel(item.run.id)
 
 
-async def _answer(
-    request: web.Request, asked: AskedRun, point: ForkPoint | None, body: bytes
-) -> web.Response:
-    canonical = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
-    wanted = await _wanted(request, asked, point, idempotency_key(request.headers), canonical)
+async def _answer(request: web.Request, asked: AskedRun, point: ForkPoint | None) -> web.Response:
+    wanted = await _wanted(request, asked, point, idempotency_key(request.headers))
     created = await unbroken(_create(request, wanted))
     request[RUN_KEY] = created.id
     response = json_response(created, status=202)
@@ -120,13 +153,10 @@ async def _answer(
     return response
 
 
-async def _wanted(
-    request: web.Request, asked: AskedRun, point: ForkPoint | None, key: str | None, canonical: bytes
-) -> _Wanted:
+async def _wanted(request: web.Request, asked: AskedRun, point: ForkPoint | None, key: str | None) -> _Wanted:
     run_id = f"run-{uuid.uuid4().hex}"
     spec = await spec_of(request, asked, point, run_id)
-    told = request.path.encode() + b"\0" + canonical
-    return _Wanted(run_id, spec, key, hashlib.blake2b(told, digest_size=16).digest())
+    return _Wanted(run_id, spec, key, request.path.encode() + b"\0" + asked.digest)
 
 
 async def _create(request: web.Request, wanted: _Wanted) -> CreatedBody:
@@ -172,8 +202,11 @@ def _created(run_id: str, spec: RunSpec, status: str, *, replayed: bool = False)
     )
 
 
-async def _read(body: bytes, kind: type[RunKind]) -> tuple[RunKind, AskedRun]:
-    def work() -> tuple[RunKind, AskedRun]:
-        return read_run(read_fields(body), kind)
+def _point_of(asked: AskedRun) -> ForkPoint | None:
+    fork = asked.request.fork
+    return None if fork is None else fork_point(fork.run, fork.at)
 
-    return work() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(work)
+
+async def _off_loop(body: bytes, read: Callable[[bytes], Answer]) -> Answer:
+    """What a body says; read in a thread where that takes long."""
+    return read(body) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(read, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,6 +52,7 @@ class AskedRun:
     request: RunRequest
     chat: ChatRequest
     chat_fields: Mapping[str, Any]
+    digest: bytes  # of all fields, however they were ordered and spaced
 
     def body(self, names: Names) -> bytes:
         """The chat request as JSON, under the names that its agent has in the end."""
@@ -80,7 +82,8 @@ def read_run(fields: dict[str, Any], kind: type[RunKind]) -> tuple[RunKind, Aske
     told = {theirs: getattr(request, ours) for ours, theirs in _HINTS.items()}
     chat_fields["tetrarch"] = {name: value for name, value in told.items() if value is not None}
     chat = parse_chat(msgspec.json.encode(chat_fields))
-    return request, AskedRun(request, chat, chat_fields)
+    digest = hashlib.blake2b(msgspec.json.encode(fields, order="sorted"), digest_size=16).digest()
+    return request, AskedRun(request, chat, chat_fields, digest)
 
 
 @contextmanager

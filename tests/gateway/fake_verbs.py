@@ -49,13 +49,14 @@ class FakeVerbs(FakeRuns):
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
         self.specs: dict[str, RunSpec] = {}
         self.num_created = 0
-        self.refusals: list[Exception] = []
+        self.refusals: list[Exception | None] = []  # of the next creates
 
     # As Runs has them.
 
     async def create(self, spec: RunSpec, run_id: str = "") -> str:
-        if self.refusals:
-            raise self.refusals.pop(0)
+        refusal = self.refusals.pop(0) if self.refusals else None
+        if refusal is not None:
+            raise refusal
         run_id = run_id or f"run-{uuid.uuid4().hex}"
         self.num_created += 1
         self.specs[run_id] = spec

@@ -215,8 +215,16 @@ async def test_a_batch_of_all_or_nothing_takes_none_where_one_is_refused(native:
     batch = {"runs": [HELLO, HELLO, {"input": ""}], "all_or_nothing": True}
     status, told = await native.call("POST", "/v1/runs/batch", batch)
     assert (status, told["error"]["param"]) == (400, "runs[2].input")
+    assert native.verbs.num_created == 0
+    native.verbs.is_full = True
+    status, told = await native.call("POST", "/v1/runs/batch", {"runs": [HELLO] * 2, "all_or_nothing": True})
+    assert (status, told["error"]["code"], native.verbs.num_created) == (429, "overloaded", 0)
+    native.verbs.is_full = False
+    native.verbs.refusals = [None, Overloaded(3)]  # somebody was faster
+    status, told = await native.call("POST", "/v1/runs/batch", {"runs": [HELLO] * 3, "all_or_nothing": True})
+    assert (status, native.verbs.num_reserved) == (429, 0)
     listed = (await native.call("GET", "/v1/runs"))[1]["data"]
-    assert [run["status"] for run in listed] == ["cancelled"] * native.verbs.num_created
+    assert [run["status"] for run in listed] == ["cancelled"]
 
 
 @pytest.mark.parametrize(
