@@ -28,7 +28,7 @@ from .keeping import Keeper
 from .making import Making
 from .recording import Recorder, Seen, command_id, run_ended
 from .spec import ForkPoint, RunSpec, encode_spec
-from .state import Phase
+from .state import Phase, RunState
 
 CHILD_SECONDS = 1.0
 """How long a fork waits for its child's worker, to tell what it found in the cache."""
@@ -77,8 +77,8 @@ class Verbs:
         if state.phase is not Phase.ENDED and command not in seen.state.obeyed:
             _refuse_if_ended(run_id, seen)
         cached = seen.state.cached_tokens
-        known = seen.state.prompt_tokens + seen.state.turn_tokens - seen.state.attempt_tokens
-        return outcomes.Resumed(seen.state.status, cached, None if cached is None else known - cached)
+        recomputed = None if cached is None else max(_computed(state) - cached, 0)
+        return outcomes.Resumed(seen.state.status, cached, recomputed)
 
     async def steer(self, run_id: str, text: str, when: When, command: str) -> outcomes.Steered:
         """Puts a text before the model as the user's."""
@@ -136,7 +136,7 @@ class Verbs:
             raise NoEngine("The parent has not reached its next border yet. Repeat the call to wait on.")
         if num_tokens is None:
             num_tokens = await self._making.child_of_ended(run_id, at, spec, state)
-        return await self._started_child(run_id, num_tokens)
+        return await self._started_child(run_id, num_tokens, num_tokens - (at.token is None))
 
     async def heartbeat(self, run_id: str) -> outcomes.Alive:
         """The caller is still there."""
@@ -147,13 +147,20 @@ class Verbs:
         await self._keeper.beat(run_id, period)
         return outcomes.Alive(state.status, period / 1000)
 
-    async def _started_child(self, run_id: str, num_tokens: int) -> outcomes.Forked:
-        """With what its first attempt found of the parent's, if it gets a worker in time."""
+    async def _started_child(self, run_id: str, num_tokens: int, computed: int) -> outcomes.Forked:
+        """With what its first attempt found of what the parent had computed, if it gets a worker in time. An
+        answer's last token is not computed before another follows.
+        """
         state = await self._recorder.state(run_id)
         seen, _ = await self._recorder.until(run_id, "", state, _started, seconds=CHILD_SECONDS)
         cached = seen.state.cached_tokens
-        recomputed = None if cached is None else max(num_tokens - cached, 0)
+        recomputed = None if cached is None else max(computed - cached, 0)
         return outcomes.Forked(run_id, num_tokens, cached, recomputed)
+
+
+def _computed(state: RunState) -> int:
+    """How many tokens a paused turn had in an engine's cache: the last one that it generated was not yet."""
+    return state.prompt_tokens + state.turn_tokens - 1 if state.turn_tokens else state.processed_tokens
 
 
 def _ended(seen: Seen) -> bool | None:
