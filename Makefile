@@ -4,7 +4,7 @@ PYTHON3 := $(shell command -v python3 || command -v python3.13 || command -v pyt
 VENV := .venv/bin
 SOAK_EXAMPLES := 1000
 
-.PHONY: help setup tools demo serve test check fix gate soak bench clean
+.PHONY: help setup tools demo serve test check fix gate soak test-clients bench clean
 
 help:
 	@echo 'make demo    set up, then four workers serve an orchestrated session; ends in build/demo.json'
@@ -14,6 +14,7 @@ help:
 	@echo 'make fix     format, and mend what the linter can'
 	@echo 'make gate    how much of 1,700 calls the cache answers: means over several orders (minutes)'
 	@echo 'make soak    property tests with new random seeds, and the slow tests'
+	@echo 'make test-clients  real Codex, opencode, Hermes and Claude Code against the server (Linux; minutes)'
 	@echo 'make bench   the benchmarks that there are, and how to run them'
 	@echo 'make setup   only the set-up: .venv, OpenBLAS on Debian, the default model'
 	@echo 'make clean   remove .venv and build (the model stays in its cache)'
@@ -52,6 +53,9 @@ gate: tools
 soak: setup
 	TETRARCH_SOAK=$(SOAK_EXAMPLES) $(VENV)/python -m pytest -q -n 2 --dist loadfile tests/properties
 	$(VENV)/python -m pytest -q -m slow
+
+test-clients: tools
+	@$(VENV)/python deploy/clients/run.py
 
 bench:
 	@for file in bench/README.md bench/[a-z]*.py; do \

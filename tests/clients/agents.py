@@ -6,6 +6,7 @@ Knows no server and no script.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
 import signal
@@ -96,8 +97,8 @@ class Workplace:
             async with asyncio.timeout(seconds):
                 output, errors = await process.communicate()
         finally:
-            if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # what it left running too
                 os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+            await process.wait()
         assert process.returncode is not None
         return Done(process.returncode, output.decode(errors="replace"), errors.decode(errors="replace"))

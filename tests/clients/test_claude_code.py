@@ -20,8 +20,7 @@ async def run(stand: Stand, place: Workplace, task: str) -> Done:
         "ANTHROPIC_BASE_URL": stand.recorder.url,
         "ANTHROPIC_API_KEY": "none-is-needed",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_ENABLE_STREAM_WATCHDOG": "1",
-        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "3000",
+        "CLAUDE_STREAM_FIRST_BYTE_TIMEOUT_MS": "3000",  # silence later is borne for 5 minutes at least
         "IS_SANDBOX": "1",  # else it takes no orders from root without asking
     }
     command = [claude_code(), "-p", "--dangerously-skip-permissions", f"Please {task} Claude Code."]
