@@ -81,6 +81,11 @@ class Answer:
         return "".join(self._texts)
 
     @property
+    def turn(self) -> int:
+        """The run's present turn, from 1: text, ids and turn_end are its."""
+        return self._turn
+
+    @property
     def ended(self) -> bool:
         return self.run_end is not None
 
@@ -106,8 +111,8 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """`stop`, `length` or `tool_calls`, of the last turn. An answer that ends within a call is cut short, by
-        whatever: the call is not whole. A derailed one was cut short as well; `derail` says so.
+        """`stop`, `length` or `tool_calls`, of the last turn. An answer that ends within a call is cut short,
+        by whatever: the call is not whole. A derailed one was cut short as well; `derail` says so.
         """
         reason = self.turn_end.reason if isinstance(self.turn_end, Finished) else "stop"
         if reason != "stop":

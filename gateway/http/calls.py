@@ -40,7 +40,8 @@ class _Call:
         """The whole answer, before the client has seen its end and can send the next call."""
         self.prepared.learn(answer)
         if self.turn is not None:
-            self.state.lineage.answered(self.turn, pack_token_ids(answer.token_ids))
+            if answer.turn == 1:  # a steered call's last answer stands behind another prompt
+                self.state.lineage.answered(self.turn, pack_token_ids(answer.token_ids))
             self.close()
 
     def close(self) -> None:

@@ -48,8 +48,10 @@ class Prepared:
     scope: bytes = b""
 
     def learn(self, answer: Answer) -> None:
-        """The agent's next prompt holds this answer as text: its ids shall be those in the cache."""
-        if self.place is not None and isinstance(answer.turn_end, Finished):
+        """The agent's next prompt holds this answer as text: its ids shall be those in the cache. A further
+        turn's, as of a steered call, are not learned: they stand behind a prompt that its caller never sends.
+        """
+        if self.place is not None and answer.turn == 1 and isinstance(answer.turn_end, Finished):
             reading = answer.shape.reading
             self.prompts.learn(self.place, answer.token_ids, answer.text, reading=reading, scope=self.scope)
 
