@@ -186,6 +186,7 @@ async def test_completion_wins_over_a_later_cancel(valkey: ValkeyServer) -> None
     async with FakeEngine(valkey.url, one_token) as engine, gateway(valkey.url) as gate:
         run_id = await gate.order()
         turn = await engine.turn(0)
+        await until(lambda: any(isinstance(event, Tokens) for event in stored(valkey, run_id)))
         await asyncio.gather(engine.finish(turn), gate.runs.cancel(run_id))
         await settled(gate, run_id)
         assert isinstance(assert_one_end(valkey, run_id), Finished)
