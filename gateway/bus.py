@@ -23,6 +23,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from workers.messages import EVENT_FIELD, KEY_PREFIX, LEASE_SECONDS, gateway_lease_key
 
 from .errors import NoEngine
+from .following import Positions
 from .runs.event_ids import id_pair
 from .tasks import Tasks, repeat
 
@@ -134,9 +135,9 @@ class Bus:
         self.commands = _client(url, COMMAND_SECONDS)
         self._reader = _client(url, None)
         self._wake_key = f"{KEY_PREFIX}gateway:{gateway_id}:wake"
-        self._wake_position = "0-0"
         self._followers: dict[str, list[Follower]] = {}
-        self._positions: dict[str, str] = {}
+        self._positions = Positions(QUEUE_ENTRIES, BLOCK_SECONDS)
+        self._positions.set(self._wake_key, "0-0")
         self._wake_needed = asyncio.Event()
         self._reader_works = asyncio.Event()
         self._commands_work = False
@@ -294,7 +295,7 @@ class Bus:
         if key not in self._followers:
             follower.behind = False  # the shared reader begins just where this follower does
             self._followers[key] = []
-            self._positions[key] = after
+            self._positions.set(key, after)
             self._wake_needed.set()
         self._followers[key].append(follower)
         return follower
@@ -305,7 +306,8 @@ class Bus:
         if follower in followers:
             followers.remove(follower)
         if not followers and follower.key in self._followers:
-            del self._followers[follower.key], self._positions[follower.key]
+            del self._followers[follower.key]
+            self._positions.remove(follower.key)
 
     async def _read(self) -> None:
         try:
@@ -322,21 +324,28 @@ class Bus:
             await asyncio.sleep(0.2)
 
     async def _read_once(self) -> None:
-        positions: dict[Any, Any] = {self._wake_key: self._wake_position, **self._positions}
-        async with asyncio.timeout(BLOCK_SECONDS + COMMAND_SECONDS):
-            answer = await self._reader.xread(positions, count=QUEUE_ENTRIES, block=int(BLOCK_SECONDS * 1000))
-        news: Any = answer or []
-        for raw_key, found in news:
-            key, entries = raw_key.decode(), _entries(found)
-            if key == self._wake_key:
-                self._wake_position = entries[-1].id
-            elif key in self._positions and self._positions[key] == positions[key]:
-                self._positions[key] = entries[-1].id
-                for follower in self._followers[key]:
+        asked = dict(self._positions)
+        for raw_key, found in await self._answer_of(self._positions.command()):
+            key = raw_key.decode()
+            if self._positions.get(key) == asked[key]:  # it is still followed, and from where it was
+                entries = [Entry(entry_id.decode(), _message(fields)) for entry_id, fields in found]
+                self._positions.set(key, entries[-1].id)
+                for follower in self._followers.get(key, ()):
                     follower.push(entries)
 
+    async def _answer_of(self, command: bytes) -> Any:
+        """What the reader's connection is answered, as the protocol has it."""
+        pool = self._reader.connection_pool
+        async with asyncio.timeout(BLOCK_SECONDS + COMMAND_SECONDS):
+            connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+            try:
+                await connection.send_packed_command(command)
+                return await connection.read_response() or []
+            finally:
+                await pool.release(connection)
+
     async def _look_for_gone_streams(self) -> None:
-        keys = list(self._positions)
+        keys = list(self._followers)
         pipeline = self._reader.pipeline(transaction=False)
         pipeline.ping()
         for key in keys:
@@ -373,6 +382,10 @@ class Bus:
 
 def _entries(found: Any) -> list[Entry]:
     return [Entry(entry_id.decode(), fields.get(EVENT_FIELD, b"")) for entry_id, fields in found]
+
+
+def _message(fields: list[bytes]) -> bytes:
+    return fields[1] if fields[0] == EVENT_FIELD else b""  # names and values in turn
 
 
 def _client(url: str, seconds: float | None) -> Redis:
