@@ -158,6 +158,7 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     later_tools: list[dict[str, Any]] = []  # that messages tell of: not in the template's list
     endpoint: Endpoint = "chat"  # other dialects' bodies become chat requests too
     echoed: dict[str, Any] = {}  # what their answers repeat of the body
+    schema_field: str = ""  # where the answer's schema was given, if not where this API has it
 
     @property
     def tools_in_use(self) -> list[dict[str, Any]] | None:
@@ -180,7 +181,7 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
     best_of: int = 1
 
 
-HIDDEN = ("raw_messages", "raw_tools", "later_tools", "endpoint", "echoed")
+HIDDEN = ("raw_messages", "raw_tools", "later_tools", "endpoint", "echoed", "schema_field")
 """Fields of ours that no caller may set."""
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)

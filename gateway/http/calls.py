@@ -89,7 +89,7 @@ async def started_call(
         call = _named(state, prepared)
         with _closing(call):
             chat = ChatConversation.of(asked, prepared) if isinstance(asked, ChatRequest) else None
-            run_id = await state.followers.start(call.order, place, chat)
+            run_id = await state.followers.start(call.order, place, chat, prepared.result_schema)
             place.close()
             yield Started(run_id, call.learn)
 

@@ -21,11 +21,12 @@ from gateway.flow.places import Order
 from gateway.runs.spec import RunSpec
 from gateway.runs.talk import Begun
 from gateway.text.prompts import Conversation, Message, PromptLibrary, Prompts, Rendered, is_small
+from gateway.text.structured import Wants
 from gateway.text.tokenizer import unpack_token_ids
 
-from .api import ChatRequest, parse_chat
+from .api import ChatRequest, JsonSchemaFormat, ResponseFormat, parse_chat
 from .requests import Prepared, find_engine, prepare_chat, template_messages
-from .wanting import later_wants_of
+from .wanting import later_wants_of, wants_of
 
 PROBE_ANSWER = "Zq7xW4"
 """An answer's text that no template changes and that occurs nowhere else in a rendering."""
@@ -61,8 +62,10 @@ class ChatConversation:
         messages = template_messages([msgspec.json.decode(message) for message in added])
         return await self.extend_with(order, token_ids, messages)
 
-    async def extend_with(self, order: Order, token_ids: bytes, messages: Sequence[Message]) -> Order:
-        """The same for messages as templates expect them."""
+    async def extend_with(
+        self, order: Order, token_ids: bytes, messages: Sequence[Message], wants: Wants | None = None
+    ) -> Order:
+        """The same for messages as templates expect them. `wants`: None for those of further turns."""
         if is_small(*messages):
             suffix = self._suffix(messages)
         else:
@@ -76,10 +79,8 @@ class ChatConversation:
         if len(prompt) // 4 >= context:
             raise context_exceeded("messages", str(len(prompt) // 4), context)
         room = context - len(prompt) // 4
-        thinking = shape.reading.thinking
-        end = suffix.whole.text.rstrip()
-        is_thinking = thinking is not None and end.endswith(thinking[0])
-        has_thought = thinking is not None and end.endswith(thinking[1])
+        spans = self._prompts.tokenizer.split(suffix.whole.text, suffix.whole.marks)
+        is_thinking, has_thought = self._prompts.thought_at_end(spans)
         reading = msgspec.structs.replace(shape.reading, is_thinking=is_thinking)
         return replace(
             order,
@@ -87,7 +88,7 @@ class ChatConversation:
             turn_tokens=(len(token_ids) + len(bare)) // 4,
             max_tokens=min(self._most_tokens or room, room),
             grammar=await self._prompts.grammar(
-                self._wants, is_thinking=is_thinking, has_thought=has_thought
+                wants or self._wants, is_thinking=is_thinking, has_thought=has_thought
             ),
             request=msgspec.msgpack.encode(msgspec.structs.replace(shape, reading=reading)),
         )
@@ -190,16 +191,29 @@ class ChatTalk:
     async def begin(self, spec: RunSpec, parent_ids: bytes | None) -> Begun:
         """The first turn of a run. Raises GatewayError for a body that cannot be taken."""
         request = msgspec.structs.replace(parse_chat(spec.body), endpoint="run", stream=True)
+        if spec.result_schema:
+            request = _held_to(request, spec.result_schema)
         engine = find_engine(self._directory, request.model, self._aliases)
         prepared = await prepare_chat(request, _caller(spec), engine, self._library)
         conversation = ChatConversation.of(request, prepared)
         order = prepared.order
         if parent_ids is not None:
             messages = template_messages(request.raw_messages)
-            order = await conversation.extend_with(order, parent_ids, messages)
+            order = await conversation.extend_with(order, parent_ids, messages, wants_of(request))
             order = replace(order, system_tokens=0)
         order = replace(order, flow=replace(order.flow, deadline=spec.deadline))
-        return Begun(order, conversation)
+        return Begun(order, conversation, prepared.result_schema)
+
+
+def _held_to(request: ChatRequest, result_schema: bytes) -> ChatRequest:
+    """A result's schema is that of the answer, unless the body has one of its own."""
+    form = request.response_format
+    if form is not None and form.type != "text":
+        return request
+    schema = JsonSchemaFormat("result", msgspec.json.decode(result_schema))
+    return msgspec.structs.replace(
+        request, response_format=ResponseFormat("json_schema", schema), schema_field="result_schema"
+    )
 
 
 def _caller(spec: RunSpec) -> Caller:

@@ -46,6 +46,7 @@ class Prepared:
     prompts: Prompts
     place: AnswerPlace | None = None  # None: no chat, so its answer does not come back as a message
     scope: bytes = b""
+    result_schema: bytes = b""  # that the answer is held to, as JSON; b"": none
 
     def learn(self, answer: Answer) -> None:
         """The agent's next prompt holds this answer as text: its ids shall be those in the cache. A further
@@ -99,7 +100,8 @@ async def prepare_chat(
     order = replace(
         order, system_tokens=prompt.system_tokens, turn_tokens=prompt.turn_tokens, grammar=grammar
     )
-    return Prepared(order, prompts, prompt.place, caller.scope)
+    schema = b"" if wants.answer is None else msgspec.json.encode(wants.answer.schema)
+    return Prepared(order, prompts, prompt.place, caller.scope, schema)
 
 
 async def encode_chat(

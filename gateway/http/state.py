@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 from aiohttp import web
 
 from gateway.aliases import Aliases
@@ -20,6 +21,7 @@ from gateway.callers.tokens import TokenStore
 from gateway.errors import GatewayError
 from gateway.flow.directory import Directory
 from gateway.flow.places import Reservation
+from gateway.runs.making import spec_of
 from gateway.runs.runs import Order, Runs
 from gateway.runs.talk import Conversation
 from gateway.settings import GatewaySettings
@@ -36,9 +38,16 @@ class Followers:
         self._counts: Counter[str] = Counter()
         self._tasks = Tasks()
 
-    async def start(self, order: Order, place: Reservation, conversation: Conversation | None = None) -> str:
+    async def start(
+        self,
+        order: Order,
+        place: Reservation,
+        conversation: Conversation | None = None,
+        result_schema: bytes = b"",
+    ) -> str:
         """`Runs.start`, which a leaving client cannot tear in two: its run is cancelled once it has an id."""
-        starting = asyncio.ensure_future(self._runs.start(order, place, conversation=conversation))
+        spec = msgspec.structs.replace(spec_of(order), result_schema=result_schema)
+        starting = asyncio.ensure_future(self._runs.start(order, place, spec, conversation))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:

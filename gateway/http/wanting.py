@@ -40,6 +40,8 @@ _PATHS = {
 def wants_of(request: ChatRequest) -> Wants:
     """Raises InvalidField for a choice that cannot be, and for what cannot be enforced of a schema."""
     paths = _PATHS.get(request.endpoint, _CHAT)
+    if request.schema_field:
+        paths = replace(paths, answer=request.schema_field)
     wants = _with_answer(Wants(is_parallel=request.parallel_tool_calls), request, paths)
     chosen = _chosen(request)
     tools = [*enumerate(tool["function"] for tool in request.callable_tools)]

@@ -36,6 +36,7 @@ class ResultBody(Struct, frozen=True, kw_only=True):
     text: str
     reasoning: str
     json: Any  # the answer's value where a schema was asked for and it fits; else null
+    problem: str | None  # why it does not fit
     tool_calls: tuple[AskedCall, ...]
     finish_reason: str | None
     partial: bool

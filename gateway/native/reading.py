@@ -16,6 +16,9 @@ from gateway.callers.hints import Names
 from gateway.errors import InvalidField, shorten
 from gateway.http.api import HIDDEN, ChatRequest, parse_chat
 from gateway.http.fields import bad_field, convert, read_fields
+from gateway.text.structured import check_schema
+from gateway.text.structured.checks import problem_of
+from gateway.text.structured.lark import json_of
 
 from .structs import CHAT_ONLY, REMEDIES, RunRequest
 
@@ -52,6 +55,7 @@ class AskedRun:
     request: RunRequest
     chat: ChatRequest
     chat_fields: Mapping[str, Any]
+    schema: bytes  # that the result must fit, checked; b"": none
     digest: bytes  # of all fields, however they were ordered and spaced
 
     def body(self, names: Names) -> bytes:
@@ -83,7 +87,7 @@ def read_run(fields: dict[str, Any], kind: type[RunKind]) -> tuple[RunKind, Aske
     chat_fields["tetrarch"] = {name: value for name, value in told.items() if value is not None}
     chat = parse_chat(msgspec.json.encode(chat_fields))
     digest = hashlib.blake2b(msgspec.json.encode(fields, order="sorted"), digest_size=16).digest()
-    return request, AskedRun(request, chat, chat_fields, digest)
+    return request, AskedRun(request, chat, chat_fields, _checked_schema(request), digest)
 
 
 @contextmanager
@@ -130,6 +134,20 @@ def idempotency_key(headers: Mapping[str, str]) -> str | None:
             f"'Idempotency-Key' is '{shorten(key)}', but it must be 1 to {MAX_KEY_CHARS} printable letters.",
         )
     return key
+
+
+def _checked_schema(request: RunRequest) -> bytes:
+    """The schema of enforced keys. Raises InvalidField naming what cannot be enforced."""
+    if request.result_schema is None:
+        return b""
+    form = request.response_format
+    if form is not None and form.type != "text":
+        raise InvalidField("result_schema", "Give either 'result_schema' or 'response_format': one of them.")
+    checked = check_schema(request.result_schema, "result_schema")
+    for where, pattern in checked.patterns.items():
+        if problem := problem_of("start: " + json_of({"type": "string", "pattern": pattern})):
+            raise InvalidField(where, f"'{where}' cannot be enforced: {problem}. Write it another way.")
+    return msgspec.json.encode(checked.schema)
 
 
 def _refuse_unknown(fields: Mapping[str, Any], kind: type[Struct]) -> None:

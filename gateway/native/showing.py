@@ -142,6 +142,7 @@ def _result(result: RunResult) -> ResultBody:
         text=result.text,
         reasoning=result.reasoning,
         json=_json_value(result.json),
+        problem=result.problem or None,
         tool_calls=calls,
         finish_reason=result.finish_reason,
         partial=result.is_partial,

@@ -84,7 +84,7 @@ def _told(asked: AskedRun) -> RunSpec:
         heartbeat_ms=told.heartbeat_ms,
         orphan=told.orphan,
         on_end=told.on_end,
-        result_schema=b"" if told.result_schema is None else msgspec.json.encode(told.result_schema),
+        result_schema=asked.schema,
         derail=told.derail,
         label=told.label or "",
         metadata=told.metadata or {},

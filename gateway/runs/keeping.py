@@ -5,6 +5,7 @@ Owns when each is written. A bus that is away delays what must be there and cost
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from gateway.store.store import Store
 from gateway.store.tree_usage import Used
 from workers.messages import RUN_END_ID, Progress, RunEnded, Tokens, encode
 
+from .checking import checked
 from .ends import Told, result_of
 from .events import AnyEvent
 from .families import Member
@@ -119,8 +121,10 @@ class Keeper:
 
     async def result(self, told: Told, ended: RunEnded) -> None:
         """Keeps what the run came to. Raises BusLost."""
-        await self.store.results.put(told.run_id, result_of(told, ended, time.time()))
-        spec = told.state.spec
+        spec, result = told.state.spec, result_of(told, ended, time.time())
+        if spec.result_schema:
+            result = await asyncio.to_thread(checked, result, spec.result_schema)
+        await self.store.results.put(told.run_id, result)
         if spec.tree_budget.output_tokens is not None:
             await self.store.tree_usage.forget(spec.tree or told.run_id, told.run_id)
 

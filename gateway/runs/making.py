@@ -43,6 +43,7 @@ class Making:
         """A run without a parent's tokens. Raises GatewayError."""
         spec = await self._in_tree(spec)
         begun = await self._talk.begin(spec, None)
+        spec = msgspec.structs.replace(spec, result_schema=begun.result_schema)
         return await self._runs.launch(run_id, begun.order, spec, begun.conversation)
 
     async def child(self, fork: ForkRun, parent: Run, ids: bytes) -> None:
@@ -99,6 +100,7 @@ class Making:
             parent=spec.parent or parent.spec.agent,
         )
         begun = await self._talk.begin(spec, ids)
+        spec = msgspec.structs.replace(spec, result_schema=begun.result_schema)
         order = replace(begun.order, prefers=parent.engine_id or "")
         await self._runs.launch(run_id, order, spec, begun.conversation)
 

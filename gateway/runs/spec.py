@@ -70,7 +70,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     orphan: Orphan = "cancel"
     hold_seconds: float = 600.0  # how long what a paused run computed is kept, unless a pause says otherwise
     on_end: OnEnd = "complete"
-    result_schema: bytes = b""  # JSON schema of the result; b"": none
+    result_schema: bytes = b""  # checked JSON schema of the result, as its body may tell it too; b"": none
     derail: OnDerail = "stop"
     retain: Retain = "session"
     is_final: bool = False

@@ -34,6 +34,7 @@ class Begun:
 
     order: Order
     conversation: Conversation
+    result_schema: bytes = b""  # that its answers are held to, as JSON; b"": none
 
 
 class Talk(Protocol):

@@ -45,6 +45,7 @@ class RunResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     text: str = ""  # of the last turn, without its reasoning
     reasoning: str = ""
     json: Annotated[str, Meta(description="The text's JSON value where a schema was asked for.")] = ""
+    problem: str = ""  # what makes the text no value of that schema
     calls: tuple[ResultCall, ...] = ()
     finish_reason: str | None = None
     usage: Usage = Usage()

@@ -114,14 +114,22 @@ class Prompts:
             system_end = (
                 0  # what opens any prompt is no system part: a checkpoint there would be one of nothing
             )
+        is_thinking, has_thought = self.thought_at_end(layout.spans)
         return EncodedPrompt(
             b"".join(encoded.parts),
             replace(encoded.place, said=layout.said),
             system_tokens=encoded.num_tokens(0, system_end),
             turn_tokens=encoded.num_tokens(0, layout.frame.turn_end(encoded.keys)),
-            is_thinking=self._thinking is not None and _ends_in(self._thinking[0], layout.spans),
-            has_thought=self._thinking is not None and _ends_in(self._thinking[1], layout.spans),
+            is_thinking=is_thinking,
+            has_thought=has_thought,
         )
+
+    def thought_at_end(self, spans: Sequence[Span]) -> tuple[bool, bool]:
+        """Whether a prompt of these spans ends in an open thought, and whether in one that is closed."""
+        if self._thinking is None:
+            return False, False
+        opening, closing = self._thinking
+        return _ends_in(opening, spans), _ends_in(closing, spans)
 
     def reading(
         self,

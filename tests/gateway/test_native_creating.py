@@ -142,6 +142,8 @@ async def test_a_fork_leaves_its_parent_where_it_is_told(native: Native) -> None
         ({"input": "x", "fork": {"run": NOBODY, "at": {}}}, "at"),
         ({"input": "x", "fork": {"run": NOBODY, "at": {"turn": 1, "token": 1}}}, "at"),
         ({"input": "x", "result_schema": []}, "result_schema"),
+        ({"input": "x", "result_schema": {"properties": {"a": {"if": {}}}}}, "result_schema.properties.a"),
+        ({"input": "x", "result_schema": {"type": "string", "pattern": "("}}, "result_schema.pattern"),
         ({"input": "x", "agent": "a\nb"}, "tetrarch.agent"),
     ],
 )

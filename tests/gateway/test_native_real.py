@@ -219,6 +219,12 @@ async def test_a_large_body_does_not_cost_its_result(client: NativeClient, valke
         assert int(connection.strlen(f"tetrarch:1:run:{run_id}:result")) < 1000
 
 
+async def test_a_result_that_does_not_fit_its_schema_is_told_as_derailed(client: NativeClient) -> None:
+    run_id = await client.create(result_schema={"type": "object"})
+    told = await reaches(client, run_id, lambda told: told["status"] == "completed")
+    assert (told["result"]["json"], told["derail"]["kind"]) == (None, "schema")
+
+
 async def test_many_runs_of_a_batch_are_waited_for_together(client: NativeClient) -> None:
     batch = {"runs": [{"input": f"Hello {number}", "session": "s"} for number in range(12)]}
     status, told = await client.call("POST", "/v1/runs/batch", batch)

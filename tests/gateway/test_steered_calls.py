@@ -17,7 +17,8 @@ from .http_gateway import HELLO, Gateway
 from .samples import QWEN, byte_level_tokenizer
 from .test_tool_calls import serve
 
-UNUSUAL = [byte_level_tokenizer().token_to_id(part) for part in [*"quick", "<|im_end|>"]]
+VOCABULARY = byte_level_tokenizer().get_vocab()
+UNUSUAL = [VOCABULARY[part] for part in [*"quick", "<|im_end|>"]]
 """An answer letter by letter, as no encoder writes it."""
 
 
