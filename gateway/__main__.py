@@ -25,6 +25,8 @@ EXAMPLES = """\
 examples:
   tetrarch serve                                   the default model on http://127.0.0.1:8114
   tetrarch serve --model mlx-community/Qwen3-0.6B-4bit --workers 4 --context 32768
+  tetrarch run "Name three colours."               one run, its text as it comes
+  tetrarch runs watch shelf                        what happens in the session "shelf"
   tetrarch demo                                    16 sub-agent calls, four at a time, and a table
   tetrarch doctor                                  what this machine is and what fits on it
   tetrarch simulate trace.jsonl.gz                 how much of these calls a cache would answer
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     verbs: dict[str, tuple[str, Callable[[list[str]], int]]] = {
         "serve": ("start bus, engine and gateway and keep them running", _serve),
+        "run": ("start one run and show its text as it comes", _run),
+        "runs": ("list, show, watch, steer, pause, resume and cancel runs", _runs),
         "engine": ("run one engine on a bus", _engine),
         "gateway": ("run one gateway on a bus", _gateway),
         "model": ("`model fetch` brings a model to this disk and checks it", _model),
@@ -201,6 +205,18 @@ def _demo(arguments: list[str]) -> int:
     from .demo.demo import main as demo
 
     return demo(arguments, os.environ)
+
+
+def _run(arguments: list[str]) -> int:
+    from .cli.run import main as run
+
+    return run(arguments, os.environ)
+
+
+def _runs(arguments: list[str]) -> int:
+    from .cli.runs import main as runs
+
+    return runs(arguments, os.environ)
 
 
 def _token(arguments: list[str]) -> int:

@@ -89,6 +89,7 @@ PURE = [
     "gateway/text/parsing/reader.py",
     "gateway/text/parsing/tape.py",
     "gateway/text/parsing/xml_calls.py",
+    "gateway/cli/screen.py",
     "gateway/client/budgets.py",
     "gateway/client/errors.py",
     "gateway/client/fields.py",

@@ -89,7 +89,7 @@ class Client:
         Nothing is computed again that is still kept: `created.recomputed_tokens` tells. A live parent is
         stopped at its next token for that, and goes on by itself.
         """
-        path = f"/v1/runs/{run_id(run)}/fork"
+        path = f"{_path(run)}/fork"
         created = await self._post(path, {**fields, "at": at}, CreatedBody, key or new_key())
         return RunHandle(self, created.id, created)
 
@@ -105,7 +105,7 @@ class Client:
 
         Text comes as TokenText, the end as one of `ENDINGS`; see gateway/native/telling.py for all.
         """
-        return EventStream(self._wire, f"/v1/runs/{run_id(run)}/events", after, follow=follow)
+        return EventStream(self._wire, f"{_path(run)}/events", after, follow=follow)
 
     def events(self, session: str, after: str = START, *, follow: bool = True) -> EventStream:
         """What happens to all runs of a session, without their texts. It has no end: leave when you like."""
@@ -124,7 +124,7 @@ class Client:
 
     async def read(self, run: Run) -> RunBody:
         """A run as it is now, with its result once it has ended."""
-        return await self._get(f"/v1/runs/{run_id(run)}", RunBody)
+        return await self._get(_path(run), RunBody)
 
     async def runs(self, limit: int | None = None, **filters: str) -> AsyncIterator[RunLine]:
         """The caller's runs, newest first.
@@ -189,7 +189,7 @@ class Client:
 
     async def heartbeat(self, run: Run) -> VerbBody:
         """This caller is still there. `RunHandle.heartbeats` sends them by itself."""
-        return await self._post(f"/v1/runs/{run_id(run)}/heartbeat", {}, VerbBody)
+        return await self._post(f"{_path(run)}/heartbeat", {}, VerbBody)
 
     async def cancel_session(self, session: str) -> int:
         """Ends all live runs of a session. Returns how many."""
@@ -202,12 +202,12 @@ class Client:
         Raises Conflict while it lives.
         """
         try:
-            await self._wire.ask(Ask(method="DELETE", path=f"/v1/runs/{run_id(run)}"), msgspec.Raw)
+            await self._wire.ask(Ask(method="DELETE", path=_path(run)), msgspec.Raw)
         except NotFound:
             return
 
     async def _verb(self, run: Run, verb: str, **fields: Any) -> VerbBody:
-        return await self._post(f"/v1/runs/{run_id(run)}/{verb}", fields, VerbBody, new_key())
+        return await self._post(f"{_path(run)}/{verb}", fields, VerbBody, new_key())
 
     async def _post(
         self, path: str, fields: Mapping[str, Any], kind: type[Answer], key: str | None = None
@@ -233,6 +233,10 @@ class _SessionCancelled(msgspec.Struct, frozen=True):
 def new_key() -> str:
     """An Idempotency-Key that nobody else has."""
     return uuid.uuid4().hex
+
+
+def _path(run: Run) -> str:
+    return f"/v1/runs/{_quoted(run_id(run))}"
 
 
 def _quoted(name: str) -> str:

@@ -132,7 +132,8 @@ class Wire:
         try:
             yield
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise Unreachable(self.base_url, str(error) or type(error).__name__) from error
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+            raise Unreachable(self.base_url, str(cause) or type(cause).__name__) from error
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:
