@@ -35,12 +35,12 @@ START_SECONDS = 30.0
 
 @dataclass(slots=True)
 class Gateway:
-    """A running gateway process; `core` is the only one it may use, None where that cannot be told."""
+    """A running gateway process. `core`: the only one that it may use; None: any."""
 
     url: str
     pid: int
     core: int | None
-    control: socket.socket | None = None  # to its probe (loop_probe.py), if it has one
+    control: socket.socket  # to its probe, if it has one
 
     def cpu_seconds(self) -> float:
         """Processors' time of all its threads so far."""
@@ -48,39 +48,41 @@ class Gateway:
 
 
 @contextlib.contextmanager
-def gateway(*, has_probe: bool = False, pins: bool = True) -> Iterator[tuple[Gateway, str]]:
-    """A gateway over a bus of its own, and that bus's URL. `pins`: it has one core, all others the rest."""
+def gateway(*, pins: bool = True, probe: Sequence[str] | None = None) -> Iterator[tuple[Gateway, str]]:
+    """A gateway over a bus of its own, and the bus's URL. `pins`: it has a core for itself, if there are two;
+    `probe`: its loop is watched by loop_probe.py, which has these flags.
+    """
     with tempfile.TemporaryDirectory(prefix="tetrarch-bench-") as name:
         home = Home(Path(name), Path(name) / "s")
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        can_pin = pins and len(cores) > 1
-        if can_pin:
+        core = cores[-1] if pins and len(cores) > 1 else None
+        if core is not None:
             os.sched_setaffinity(0, cores[:-1])
         valkey = EmbeddedValkey(home, BUS_BYTES)
         valkey.start()
         try:
-            with _process(home, has_probe=has_probe, core=cores[-1] if can_pin else None) as started:
+            with _process(home, probe, core) as started:
                 yield started, home.bus_url
         finally:
             valkey.stop()
-            if can_pin:
+            if core is not None:
                 os.sched_setaffinity(0, cores)
 
 
 @contextlib.contextmanager
-def _process(home: Home, *, has_probe: bool, core: int | None) -> Iterator[Gateway]:
+def _process(home: Home, probe: Sequence[str] | None, core: int | None) -> Iterator[Gateway]:
     ours, theirs = socket.socketpair()
     port = _free_port()
-    command = [sys.executable, "-m", *_module(theirs.fileno(), has_probe=has_probe)]
-    command += ["gateway", f"--home={home.folder}", f"--redis-url={home.bus_url}"]
-    command += [f"--port={port}", "--log-level=warning"]
+    module = ["gateway"] if probe is None else ["bench.loop_probe", str(theirs.fileno()), *probe]
+    command = [sys.executable, "-m", *module, "gateway", f"--home={home.folder}"]
+    command += [f"--redis-url={home.bus_url}", f"--port={port}", "--log-level=warning"]
     log_file = home.logs_folder / "gateway.log"
     with log_file.open("wb") as log, ours, theirs:
         process = subprocess.Popen(command, stdout=log, stderr=log, pass_fds=[theirs.fileno()])
         if core is not None:
             os.sched_setaffinity(process.pid, {core})
         try:
-            started = Gateway(f"http://127.0.0.1:{port}", process.pid, core, ours if has_probe else None)
+            started = Gateway(f"http://127.0.0.1:{port}", process.pid, core, ours)
             _wait(started, process, log_file)
             yield started
         finally:
@@ -89,10 +91,6 @@ def _process(home: Home, *, has_probe: bool, core: int | None) -> Iterator[Gatew
             lines = log_file.read_text().splitlines()
             if lines:
                 print(f"the gateway said {len(lines)} lines, last: {lines[-1][:300]}", file=sys.stderr)
-
-
-def _module(descriptor: int, *, has_probe: bool) -> list[str]:
-    return ["bench.loop_probe", str(descriptor)] if has_probe else ["gateway"]
 
 
 def _free_port() -> int:
@@ -116,7 +114,8 @@ def cpu_seconds(pid: int) -> float:
     if platform.system() == "Linux":
         return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3): CPUCLOCK_SCHED of a process
     told = subprocess.run(["ps", "-o", "time=", "-p", str(pid)], capture_output=True, text=True, check=True)
-    return sum(float(part) * 60**power for power, part in enumerate(reversed(told.stdout.strip().split(":"))))
+    parts = reversed(told.stdout.strip().split(":"))
+    return sum((float(part) * 60**power for power, part in enumerate(parts)), 0.0)
 
 
 def default_bundle() -> tuple[Tokenizer, TokenizerBundle]:

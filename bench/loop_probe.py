@@ -7,6 +7,7 @@ what was seen since the line before, as JSON. loop_stall.py uses it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import sys
@@ -30,6 +31,7 @@ class Seen:
     lag: float = 0.0
     held: float = 0.0
     held_cpu: float = 0.0  # processor's time of the callback that used most
+    collected: float = 0.0  # by one run of the garbage collector, in whichever thread: all others wait
     place: str = ""  # where a callback was when it had held the loop long; with the looker only
 
 
@@ -39,7 +41,7 @@ class Probe:
     def __init__(self, *, looks: bool) -> None:
         self.seen = Seen()
         self._began = 0.0  # of the callback that runs; 0: none does
-        self._looked = 0.0
+        self._collects_since = 0.0
         self._thread = threading.get_ident()
         self._places: dict[str, int] = {}
         if looks:
@@ -63,6 +65,7 @@ class Probe:
             seen.held = max(seen.held, time.perf_counter() - began)
             seen.held_cpu = max(seen.held_cpu, time.thread_time() - cpu)
 
+        gc.callbacks.append(self._on_collection)
         events.Handle._run = timed  # type: ignore[method-assign, assignment]
 
     def answer(self, control: socket.socket) -> None:
@@ -79,6 +82,12 @@ class Probe:
         now = time.monotonic()
         self.seen.lag = max(self.seen.lag, now - due)
         loop.call_at(now + BEAT_SECONDS, self._beat, loop, now + BEAT_SECONDS)
+
+    def _on_collection(self, phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            self._collects_since = time.perf_counter()
+        else:
+            self.seen.collected = max(self.seen.collected, time.perf_counter() - self._collects_since)
 
     def _look(self) -> None:
         while True:
