@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import sys
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
@@ -22,15 +22,18 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from workers.messages import EVENT_FIELD, KEY_PREFIX, LEASE_SECONDS, gateway_lease_key
 
-from .errors import NoEngine
+from .follower import QUEUE_ENTRIES as QUEUE_ENTRIES
+from .follower import BusLost as BusLost
+from .follower import Entry as Entry
+from .follower import Follower as Follower
+from .follower import StreamGone as StreamGone
 from .following import Positions
-from .runs.event_ids import id_pair
 from .tasks import Tasks, repeat
 
 COMMAND_SECONDS = 2.0
 BLOCK_SECONDS = 5.0
-QUEUE_ENTRIES = 256
-"""A follower further behind than this reads on by itself; one XREAD or XRANGE brings as many at most."""
+PAGE_ENTRIES = 128
+"""One XRANGE brings as many at most: taking them in holds the event loop for some milliseconds."""
 
 WATCH_TRIES = 16
 """How often a watched write begins again: each time something else was added, or the connection failed."""
@@ -42,89 +45,6 @@ LOST = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError, OutOfMem
 """What makes a bus useless to us: it does not answer, or it takes nothing more."""
 
 log = structlog.get_logger(__name__)
-
-
-class BusLost(NoEngine):
-    """The bus does not answer; it is asked again in the background."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "The message bus does not answer now. Try again in a few seconds.", kind="bus_unavailable"
-        )
-
-
-class StreamGone(Exception):
-    """A followed stream is no longer there: the bus lost its data."""
-
-
-class Entry(NamedTuple):
-    """One stream entry: id as text and the encoded message."""
-
-    id: str
-    message: bytes
-
-
-class Follower:
-    """One reader of one stream at its own pace. Reads from the shared reader's queue; when that overflowed,
-    from the stream itself until it has caught up. Close it.
-    """
-
-    def __init__(self, bus: Bus, key: str, after: str) -> None:
-        self.key = key
-        self.position = after  # of the last entry that was handed out
-        self.behind = True
-        self.gone = False
-        self._bus = bus
-        self._queue: deque[Entry] = deque()
-        self._news = asyncio.Event()
-
-    async def next(self) -> Entry:
-        """The next entry; waits for it, also while the bus is lost. Raises StreamGone."""
-        while True:
-            while self._queue:
-                entry = self._queue.popleft()
-                if id_pair(entry.id) > id_pair(self.position):
-                    self.position = entry.id
-                    return entry
-            if self.behind:
-                await self._catch_up()
-                continue
-            if self.gone:
-                raise StreamGone(self.key)
-            self._news.clear()
-            await self._news.wait()
-
-    def close(self) -> None:
-        """Stops following. Safe to repeat."""
-        self._bus.unfollow(self)
-
-    def push(self, entries: Sequence[Entry]) -> None:
-        """The shared reader's side: never waits."""
-        if len(self._queue) + len(entries) > QUEUE_ENTRIES:
-            self.behind = True
-        if not self.behind:  # else newer entries would overtake those that it reads by itself
-            self._queue.extend(entries)
-        self._news.set()
-
-    def tell_gone(self) -> None:
-        """The stream vanished with the bus's data."""
-        self.gone = True
-        self._news.set()
-
-    async def _catch_up(self) -> None:
-        self.behind = False  # from here the shared reader queues again; doubles are dropped by id
-        caught_up = False
-        try:
-            entries = await self._bus.read(self.key, self.position, QUEUE_ENTRIES)
-            caught_up = len(entries) < QUEUE_ENTRIES
-        except BusLost:
-            entries = []
-            await self._bus.wait_available()
-        finally:
-            self.behind = self.behind or not caught_up
-        if self.behind:
-            self._queue.clear()
-        self._queue.extendleft(reversed(entries))
 
 
 class Bus:
@@ -207,9 +127,26 @@ class Bus:
         return True
 
     async def read(self, key: str, after: str, count: int | None = None) -> list[Entry]:
-        """Entries of a stream after an id; none when it does not exist."""
-        found = await self.answered(self.commands.xrange(key, min=f"({after}", count=count))
-        return _entries(found)
+        """Entries of a stream after an id, so many at most; none when it does not exist."""
+        entries: list[Entry] = []
+        async for page in self.pages(key, after, count):
+            entries += page
+        return entries
+
+    async def pages(
+        self, key: str, after: str, count: int | None = None
+    ) -> AsyncGenerator[list[Entry], None]:
+        """The same, some at a time: who makes something of them does not hold up all others."""
+        left = sys.maxsize if count is None else count
+        while left > 0:
+            most = min(left, PAGE_ENTRIES)
+            found = await self.answered(self.commands.xrange(key, min=f"({after}", count=most))
+            if found:
+                page = _entries(found)
+                left, after = left - len(page), page[-1].id
+                yield page
+            if len(found) < most:
+                return
 
     async def firsts(self, keys: Sequence[str]) -> dict[str, list[Entry]]:
         """The first entry of each stream that has one."""

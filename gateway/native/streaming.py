@@ -45,16 +45,17 @@ async def get_events(request: web.Request) -> web.StreamResponse:
         return web.Response(status=204)  # all was seen: an event source stops asking
     teller = RunTeller(run_id)
     stream = await _open(request, teller)
-    entries = await store_of(request).bus.read(run_events_key(run_id), "0-0")
-    if not entries:  # they have expired, or the bus has lost them
+    bus = store_of(request).bus
+    if not await bus.read(run_events_key(run_id), "0-0", 1):  # they have expired, or the bus has lost them
         gap = Gap(run=run_id, after=after, before=RUN_END_ID)
         await stream.send(frames([gap, told_end(run_id, state.status, state)]), RUN_END_ID)
     elif flag(request.query, "follow", default=True):
         await _follow_run(request, stream, teller, after)
     else:
-        for entry_id, message in entries:
-            if (event := decode(message)) is not None:
-                await _tell_run(stream, teller, RunEvent(entry_id, event), after)
+        async for page in bus.pages(run_events_key(run_id), "0-0"):
+            for entry_id, message in page:
+                if (event := decode(message)) is not None:
+                    await _tell_run(stream, teller, RunEvent(entry_id, event), after)
     await stream.response.write_eof()
     return stream.response
 

@@ -14,15 +14,14 @@ import msgspec
 from gateway.bus import Bus
 from gateway.errors import Conflict, InvalidField, NoEngine, RunNotFound, shorten
 from gateway.flow.places import Order
-from workers.messages import run_events_key
 
 from .commands import ForkRun
 from .keeping import Keeper
+from .reading import NOTHING, read_whole
 from .run import Run
 from .spec import Budget, ForkPoint, RunSpec, decode_spec
 from .state import RunState
 from .talk import Talk
-from .transcript import transcript
 from .turns import cut_ids
 
 if TYPE_CHECKING:
@@ -57,10 +56,10 @@ class Making:
         ids = await self._keeper.ids_of(at.run)
         if ids is None:
             raise Conflict("ids_gone", IDS_GONE)
-        entries = await self._bus.read(run_events_key(at.run), "0-0")
-        if at.turn is not None and not entries:
+        state, transcript = await read_whole(self._bus, at.run)
+        if at.turn is not None and state == NOTHING:
             raise Conflict("ids_gone", "The turns of that run are not kept any more: name a token instead.")
-        cut = cut_ids(ids, at, transcript(entries).ends, is_open=False)
+        cut = cut_ids(ids, at, transcript.ends, is_open=False)
         if cut is None:
             told = at.turn if at.turn is not None else at.token
             message = (

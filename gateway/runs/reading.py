@@ -1,4 +1,7 @@
-"""One run's events for one reader: in order, without a hole, to the end; or up to a hole, which is told."""
+"""One run's events for one reader: in order, without a hole, to the end; or up to a hole, which is told.
+
+And what they come to so far, for who does not follow.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,11 @@ from workers.messages import RUN_END_ID, RunEnded, run_events_key
 from .event_ids import StreamGap, follows
 from .events import decode
 from .run import RunEvent
-from .state import RunState, failed
+from .state import RunState, failed, fold
+from .transcript import Transcript
+
+NOTHING = RunState()
+"""Of a run without events."""
 
 GONE = "The message bus lost the events of this run. Send the call again."
 
@@ -38,3 +45,19 @@ async def read_events(bus: Bus, run_id: str, after: str) -> AsyncGenerator[RunEv
         yield RunEvent(RUN_END_ID, RunEnded(state="failed"))
     finally:
         follower.close()
+
+
+async def read_state(bus: Bus, run_id: str, state: RunState = NOTHING) -> RunState:
+    """The fold over the events behind a state. Raises BusLost."""
+    async for page in bus.pages(run_events_key(run_id), state.last_id):
+        state = fold(page, state)
+    return state
+
+
+async def read_whole(bus: Bus, run_id: str) -> tuple[RunState, Transcript]:
+    """The fold over all of a run's events, and what it has said. Raises BusLost."""
+    state, told = NOTHING, Transcript()
+    async for page in bus.pages(run_events_key(run_id), "0-0"):
+        state = fold(page, state)
+        told.advance_over(page)
+    return state, told

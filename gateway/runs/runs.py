@@ -28,22 +28,21 @@ from workers.messages import (
     CancelAgents,
     encode,
     event_id,
-    run_events_key,
 )
 
+from .astray import Astray
 from .cancelling import Cancelling
 from .commands import CancelMode, CancelRun, PauseRun, ToolOutput, When
-from .driver import Driver, Watcher
+from .driver import Driver
 from .keeping import Keeper
 from .making import Making, spec_of
 from .outcomes import Alive, Cancelled, Forked, Paused, Responded, Resumed, Steered
-from .reading import read_events
+from .reading import NOTHING, read_events, read_state, read_whole
 from .recording import Recorder
 from .run import Run, RunEvent
 from .spec import ForkPoint, RunSpec, encode_spec
-from .state import Phase, RunState, fold
+from .state import Phase, RunState
 from .talk import Conversation, Talk
-from .transcript import transcript
 from .verbs import Verbs
 
 __all__ = ["Order", "Run", "RunEvent", "Runs"]
@@ -88,9 +87,9 @@ class Runs:
         return self._driver.on_turn_end
 
     @property
-    def watchers(self) -> list[Watcher]:
-        """Functions that hear of each event of the runs that are this gateway's, and may say what to do."""
-        return self._driver.watchers
+    def astray(self) -> Astray:
+        """Where detectors are added, and what they find goes."""
+        return self._driver.astray
 
     def reserve(self, engine: EngineView, flow: FlowHints = NORMAL) -> Reservation:
         """A place in line while a call is prepared. Raises Overloaded or NoEngine."""
@@ -167,9 +166,10 @@ class Runs:
         """
         run = self._driver.runs.get(run_id)
         if run is not None:
-            return await self._newest(run.key, run.state)
-        entries = await self._bus.read(run_events_key(run_id), "0-0")
-        state = fold(entries) if entries else await self.keeper.state_of(run_id)
+            return await self._newest(run_id, run.state)
+        state: RunState | None = await read_state(self._bus, run_id)
+        if state == NOTHING:
+            state = await self.keeper.state_of(run_id)
         if state is None or state.accepted is None:
             raise RunNotFound(run_id)
         return state
@@ -289,14 +289,13 @@ class Runs:
     async def adopt(self, run_id: str) -> Run | None:
         """Follows another gateway's run (or finds our own); None when it has ended. Raises RunNotFound."""
         if run_id not in self._driver.runs:
-            entries = await self._bus.read(run_events_key(run_id), "0-0")
-            if not entries:
+            state, transcript = await read_whole(self._bus, run_id)
+            if state == NOTHING:
                 raise RunNotFound(run_id)
-            state = fold(entries)
             if state.phase is Phase.ENDED:
                 return None
             if run_id not in self._driver.runs:
-                self._driver.follow(Run(run_id, state, order=None, transcript=transcript(entries)))
+                self._driver.follow(Run(run_id, state, order=None, transcript=transcript))
         return self._driver.runs.get(run_id)
 
     async def clear(self, run_id: str) -> None:
@@ -347,11 +346,11 @@ class Runs:
         self._driver.spawn(run, self._list(run))
         return run
 
-    async def _newest(self, key: str, state: RunState) -> RunState:
+    async def _newest(self, run_id: str, state: RunState) -> RunState:
         """With what has come since: a reader of the run's events may be ahead of us."""
         if state.phase is not Phase.ENDED:
             with contextlib.suppress(BusLost):
-                return fold(await self._bus.read(key, state.last_id), state)
+                return await read_state(self._bus, run_id, state)
         return state
 
     async def _list(self, run: Run) -> None:

@@ -134,6 +134,8 @@ class RunState:
 
 def advance(state: RunState, entry_id: str, event: AnyEvent) -> RunState:
     """The state after one more event. The store refused those of a fenced attempt."""
+    if isinstance(event, Tokens):  # most are: one copy instead of two
+        return _generated(state, entry_id, len(event.token_ids) // 4)
     state = replace(state, last_id=entry_id)
     match event:
         case Accepted():
@@ -200,7 +202,7 @@ def _reopened(state: RunState) -> RunState:
     )
 
 
-def _by_engine(state: RunState, event: Started | Progress | Tokens | Derailed) -> RunState:
+def _by_engine(state: RunState, event: Started | Progress | Derailed) -> RunState:
     match event:
         case Started(cached_tokens=cached, worker=worker):
             return replace(
@@ -208,15 +210,14 @@ def _by_engine(state: RunState, event: Started | Progress | Tokens | Derailed) -
             )
         case Progress(processed_tokens=processed):
             return replace(state, processed_tokens=processed)
-        case Tokens(token_ids=token_ids):
-            return _generated(state, len(token_ids) // 4)
         case Derailed(what=what):
             return replace(state, derail=what)
 
 
-def _generated(state: RunState, num_tokens: int) -> RunState:
+def _generated(state: RunState, entry_id: str, num_tokens: int) -> RunState:
     return replace(
         state,
+        last_id=entry_id,
         phase=Phase.GENERATING,
         turn_tokens=state.turn_tokens + num_tokens,
         attempt_tokens=state.attempt_tokens + num_tokens,

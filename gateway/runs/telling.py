@@ -41,12 +41,13 @@ class Telling:
     async def retell(self, run: Run) -> None:
         """All that a gateway that is gone may not have told. Raises BusLost."""
         told = Run(run.run_id, RunState(), order=None)
-        for entry in await self._bus.read(run.key, "0-0"):
-            event = decode(entry.message)
-            if event is not None and id_pair(entry.id) <= id_pair(run.state.last_id):
-                told.advance(entry.id, event)
-                if is_lifecycle(event):
-                    self._keeper.tell(told, RunEvent(entry.id, event))
+        async for page in self._bus.pages(run.key, "0-0"):
+            for entry in page:
+                event = decode(entry.message)
+                if event is not None and id_pair(entry.id) <= id_pair(run.state.last_id):
+                    told.advance(entry.id, event)
+                    if is_lifecycle(event):
+                        self._keeper.tell(told, RunEvent(entry.id, event))
         run.untold[:0] = told.untold
         await self._keeper.flush(run)
 

@@ -121,6 +121,12 @@ class Transcript:
                 self.current.kept_tokens = kept
                 self.turns.append(TurnText(shape_of(bytes(request)), added, event.prompt_tokens))
 
+    def advance_over(self, entries: Iterable[tuple[str, bytes]]) -> None:
+        """Further encoded (id, message) pairs."""
+        for _, message in entries:
+            if (event := decode(message)) is not None:
+                self.advance(event)
+
 
 def whole_calls(said: Said) -> int:
     """How many calls may be obeyed."""
@@ -130,7 +136,5 @@ def whole_calls(said: Said) -> int:
 def transcript(entries: Iterable[tuple[str, bytes]]) -> Transcript:
     """Of encoded (id, message) pairs."""
     told = Transcript()
-    for _, message in entries:
-        if (event := decode(message)) is not None:
-            told.advance(event)
+    told.advance_over(entries)
     return told
