@@ -13,6 +13,7 @@ import structlog
 from kvcache.cache import Cache, Kind, Path
 
 from .agents import Agents, agent_name, key_of
+from .pins import AgentKey
 from .plan import StateSave
 from .sharing import MIN_SHARED_TOKENS, common_length
 from .turn import Turn
@@ -132,6 +133,9 @@ class Leaving:
 def _leads_to(left: Turn, turn: Turn) -> bool:
     """Whether the checkpoint that a turn leaves is likely to be worth waiting for."""
     if left.run_id == turn.run_id or (turn.agent and key_of(left) == key_of(turn)):
+        return True
+    parent = AgentKey(turn.tenant, turn.session, turn.parent) if turn.parent else None
+    if parent is not None and parent == key_of(left) and turn.hints.fork_tokens > left.kept_tokens:
         return True
     if left.namespace != turn.namespace:
         return False
