@@ -36,9 +36,9 @@ class _Call:
     order: Order
     turn: Turn | None
 
-    def learn(self, answer: Answer) -> None:
+    async def learn(self, answer: Answer) -> None:
         """The whole answer, before the client has seen its end and can send the next call."""
-        self.prepared.learn(answer)
+        await self.prepared.learn(answer)
         if self.turn is not None:
             if answer.turn == 1:  # a steered call's last answer stands behind another prompt
                 self.state.lineage.answered(self.turn, pack_token_ids(answer.token_ids))
@@ -55,11 +55,11 @@ class Started:
     """A call whose run is in line. `learn` is to hear its whole answer."""
 
     run_id: str
-    learn: Callable[[Answer], None]
+    learn: Callable[[Answer], Awaitable[None]]
 
     async def on_end(self, told: Told) -> None:
         """`learn`, for a follower of the run."""
-        self.learn(told.answer)
+        await self.learn(told.answer)
 
 
 async def answer_call(

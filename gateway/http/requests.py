@@ -48,13 +48,15 @@ class Prepared:
     scope: bytes = b""
     result_schema: bytes = b""  # that the answer is held to, as JSON; b"": none
 
-    def learn(self, answer: Answer) -> None:
+    async def learn(self, answer: Answer) -> None:
         """The agent's next prompt holds this answer as text: its ids shall be those in the cache. A further
         turn's, as of a steered call, are not learned: they stand behind a prompt that its caller never sends.
         """
         if self.place is not None and answer.turn == 1 and isinstance(answer.turn_end, Finished):
             reading = answer.shape.reading
-            self.prompts.learn(self.place, answer.token_ids, answer.text, reading=reading, scope=self.scope)
+            await self.prompts.learn(
+                self.place, answer.token_ids, answer.text, reading=reading, scope=self.scope
+            )
 
 
 def find_engine(directory: Directory, model: str | None, aliases: Aliases) -> EngineView:

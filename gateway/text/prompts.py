@@ -226,7 +226,7 @@ class Prompts:
                 raise
         return Rendered(self._fill(replace(conversation, messages=spelled_out)), marks)
 
-    def learn(
+    async def learn(
         self,
         place: AnswerPlace,
         token_ids: Sequence[int],
@@ -238,7 +238,7 @@ class Prompts:
         """An answer is encoded as the model wrote it when it comes back as history in the same scope, its
         tool calls also when they come back taken apart as `reading` (None: as usual for this model) tells.
         """
-        self.tokenizer.learn(place, token_ids, text, scope=scope)
+        await self.tokenizer.learn(place, token_ids, text, scope=scope)
         if self.tokenizer.by_span:
             if reading is None:
                 is_open = self._thinking is not None and place.prefix.rstrip().endswith(self._thinking[0])

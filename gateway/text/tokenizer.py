@@ -182,17 +182,23 @@ class PromptTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
-        text: str = self._whole.decode(list(token_ids), skip_special_tokens=False)
+        # The batch call releases the GIL, the single call does not.
+        text: str = self._whole.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
         return text
 
-    def learn(self, place: AnswerPlace, token_ids: Sequence[int], text: str, *, scope: bytes) -> None:
+    async def learn(self, place: AnswerPlace, token_ids: Sequence[int], text: str, *, scope: bytes) -> None:
         """Takes ids that the model wrote as this scope's encoding of `place.prefix + text` from now on.
 
         At that place for good; elsewhere, where history is rendered otherwise, the newest such answer counts.
         Does nothing unless some head of the ids reads exactly `text`, or where spans cannot stand alone.
         """
-        kept = self._head_that_reads(token_ids, text) if self.by_span and text else None
-        if kept is None or self.control.hard_pattern.search(text):
+        if not self.by_span or not text or self.control.hard_pattern.search(text):
+            return
+        if len(text) <= INLINE_CHARS:
+            kept = self._head_that_reads(token_ids, text)
+        else:
+            kept = await asyncio.to_thread(self._head_that_reads, token_ids, text)
+        if kept is None:
             return
         head = _run(self._plain, place.prefix) if place.prefix else b""
         key = _key(Span(place.prefix + text))

@@ -323,7 +323,7 @@ def test_an_answer_comes_back_as_the_ids_that_were_generated(chatml: Prompts) ->
     clumsy = [i for letter in answer for i in raw_ids(chatml, letter)]
     history = [question, {"role": "assistant", "content": answer}, question]
     usual = encode(chatml, history)
-    chatml.learn(prompt.place, [*clumsy, chatml.tokenizer.control.hard["<|im_end|>"]], answer)
+    asyncio.run(chatml.learn(prompt.place, [*clumsy, chatml.tokenizer.control.hard["<|im_end|>"]], answer))
     spliced = encode(chatml, history)
     assert spliced != usual
     assert spliced[: len(prompt.token_ids) // 4 + len(clumsy)] == [
@@ -336,7 +336,9 @@ def test_an_answer_comes_back_as_the_ids_that_were_generated(chatml: Prompts) ->
 def test_an_answer_whose_ids_read_otherwise_is_not_learned(chatml: Prompts) -> None:
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "cut by a stop"}]
     usual = encode(chatml, history)
-    chatml.learn(AnswerPlace(prefix="assistant\n"), raw_ids(chatml, "another text"), "cut by a stop")
+    asyncio.run(
+        chatml.learn(AnswerPlace(prefix="assistant\n"), raw_ids(chatml, "another text"), "cut by a stop")
+    )
     assert encode(chatml, history) == usual
 
 

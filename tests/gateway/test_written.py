@@ -53,7 +53,7 @@ def generated(prompts: Prompts, prompt: EncodedPrompt, text: str, scope: bytes =
     """The model answers the prompt; what its cache holds afterwards."""
     token_ids = clumsy(prompts, text)
     end = prompts.tokenizer.control.hard["<|im_end|>"]
-    prompts.learn(prompt.place, [*token_ids, end], text, scope=scope)
+    asyncio.run(prompts.learn(prompt.place, [*token_ids, end], text, scope=scope))
     return [*unpack_token_ids(prompt.token_ids), *token_ids, end]
 
 
@@ -130,7 +130,7 @@ def test_each_of_several_equal_answers_comes_back_with_its_own_ids(qwen: Prompts
     for answer in (clumsy(qwen, "again fox"), usual, clumsy(qwen, "again fox")):
         prompt = encode(qwen, messages)
         assert extends(prompt, kept)
-        qwen.learn(prompt.place, [*answer, end], "again fox", scope=SCOPE)
+        asyncio.run(qwen.learn(prompt.place, [*answer, end], "again fox", scope=SCOPE))
         kept = [*unpack_token_ids(prompt.token_ids), *answer, end]
         messages = [*messages, {"role": "assistant", "content": "again fox"}, USER]
     assert usual != clumsy(qwen, "again fox")
