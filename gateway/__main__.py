@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "serve": ("start bus, engine and gateway and keep them running", _serve),
         "run": ("start one run and show its text as it comes", _run),
         "runs": ("list, show, watch, steer, pause, resume and cancel runs", _runs),
+        "mcp": ("let agents that speak MCP start sub-agents here", _mcp),
         "engine": ("run one engine on a bus", _engine),
         "gateway": ("run one gateway on a bus", _gateway),
         "model": ("`model fetch` brings a model to this disk and checks it", _model),
@@ -217,6 +218,20 @@ def _runs(arguments: list[str]) -> int:
     from .cli.runs import main as runs
 
     return runs(arguments, os.environ)
+
+
+def _mcp(arguments: list[str]) -> int:
+    from importlib.util import find_spec
+
+    from .cli.mcp import MISSING, options_of
+
+    options = options_of(arguments)
+    if find_spec("mcp") is None:
+        _say(MISSING)
+        return 2
+    from .mcp.serving import serve_mcp
+
+    return serve_mcp(options, os.environ)
 
 
 def _token(arguments: list[str]) -> int:

@@ -115,6 +115,8 @@ PURE = [
     "gateway/http/responses/items.py",
     "gateway/http/responses/listing.py",
     "gateway/http/responses/tools.py",
+    "gateway/mcp/answers.py",
+    "gateway/mcp/tools.py",
     "gateway/runs/commands.py",
     "gateway/runs/ends.py",
     "gateway/runs/events.py",
