@@ -32,7 +32,7 @@ from .tasks import Tasks, repeat
 
 COMMAND_SECONDS = 2.0
 BLOCK_SECONDS = 5.0
-PAGE_ENTRIES = 128
+PAGE_ENTRIES = 64
 """One XRANGE brings as many at most: taking them in holds the event loop for some milliseconds."""
 
 WATCH_TRIES = 16

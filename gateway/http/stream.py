@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -48,11 +48,6 @@ class SseStream:
         self._keepalive_seconds = keepalive_seconds
         self._written = time.monotonic()
 
-    @property
-    def seconds_to_keepalive(self) -> float:
-        """Counted from the last byte that was written."""
-        return max(0.0, self._written + self._keepalive_seconds - time.monotonic())
-
     async def send(self, frames: Sequence[Frame], event_id: str | None = None) -> None:
         """One write for all that a bus event makes; only its last SSE event carries the id."""
         fresh = frames[self._skip :]
@@ -60,11 +55,30 @@ class SseStream:
         if fresh:
             await self._write(_sse(fresh, event_id))
 
-    async def keep_alive(self) -> None:
-        """After a long silence.
+    @contextlib.asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Inside, no silence lasts long. A task for that costs less than a time limit for each event."""
+        task = asyncio.create_task(self._keep_alive())
+        try:
+            yield
+        finally:
+            task.cancel()
+            (fault,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(fault, Exception):
+            raise fault
 
-        A comment opens the next event, whichever that is: OpenAI's client takes an empty line after nothing
-        but a comment for an event without data, as soon as any event had an id, and breaks.
+    async def _keep_alive(self) -> None:
+        with contextlib.suppress(ConnectionError):  # whoever has left ends the sender as well
+            while True:
+                left = self._written + self._keepalive_seconds - time.monotonic()
+                if left > 0:
+                    await asyncio.sleep(left)
+                else:
+                    await self._break_silence()
+
+    async def _break_silence(self) -> None:
+        """A comment opens the next event, whichever that is: OpenAI's client takes an empty line after
+        nothing but a comment for an event without data, as soon as any event had an id, and breaks.
         """
         silence = self._teller.silence()
         comment = f": {silence.comment}\n".encode() if silence.comment else b""
@@ -76,6 +90,7 @@ class SseStream:
 
     async def _write(self, text: bytes) -> None:
         """Raises ConnectionResetError when the client is gone."""
+        self._written = time.monotonic()
         await self.response.write(text)
         self._written = time.monotonic()
 
@@ -224,25 +239,14 @@ async def _stream(
     stream: SseStream, told: Told, events: AsyncGenerator[RunEvent, None], runs: Runs
 ) -> list[Frame]:
     """Tells the answer up to its run's end, whose own frames are returned instead of sent."""
-    answer = told.answer
-    pending: asyncio.Future[RunEvent] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(anext(events))
-            done, _ = await asyncio.wait({pending}, timeout=stream.seconds_to_keepalive)
-            if not done:
-                await stream.keep_alive()
-                continue
-            entry, pending = pending.result(), None
+    async with stream.kept_alive():
+        async for entry in events:
             frames = tell(told, entry)
-            if answer.ended:
+            if told.answer.ended:
                 return frames
             await _send_after(told.after, stream, entry.id, frames)
-            await stop_when_complete(runs, answer)
-    finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
+            await stop_when_complete(runs, told.answer)
+    raise AssertionError("a run's events end with its end")
 
 
 def tell(told: Told, entry: RunEvent) -> list[Frame]:

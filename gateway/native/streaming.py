@@ -5,7 +5,6 @@ Owns how a stream goes on; what events say is telling.py's.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -91,25 +90,9 @@ async def relay(
     stream: SseStream, source: AsyncGenerator[Item, None], send: Callable[[Item], Awaitable[None]]
 ) -> None:
     """Sends each item as it comes, and keep-alives in between."""
-    pending: asyncio.Future[Item] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(anext(source))
-            done, _ = await asyncio.wait({pending}, timeout=stream.seconds_to_keepalive)
-            if not done:
-                await stream.keep_alive()
-                continue
-            try:
-                item = pending.result()
-            except StopAsyncIteration:
-                return
-            pending = None
+    async with contextlib.aclosing(source), stream.kept_alive():
+        async for item in source:
             await send(item)
-    finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        await source.aclose()
 
 
 class _SessionVoice:

@@ -90,9 +90,9 @@ def copy_until(
     """Copies text as parts up to the first of the literals, and reads that: the white space before it, which
     is not copied, and the literal; None at the end of the text.
     """
-    pattern = re.compile("|".join(map(re.escape, literals)) or "(?!)")
+    pattern = re.compile("|".join(map(re.escape, literals))) if literals else None
     while True:
-        found = pattern.search(tape.text)
+        found = pattern.search(tape.text) if pattern is not None else None
         end = found.start() if found else len(tape.text) - open_tail(tape.text, literals)
         words = tape.text[:end].rstrip() if literals or tape.is_over else tape.text
         if words:
