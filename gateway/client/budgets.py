@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.native.bodies import RunBody
+from gateway.native.bodies import RunUsage
 
 from .fields import Budget
 
@@ -18,16 +18,14 @@ class BudgetUse:
     left: Budget
 
 
-def budget_use(run: RunBody, now: float) -> BudgetUse:
-    """Of a run as it was read at `now` (unix seconds)."""
-    wall_ms = max(0, round(1000 * ((run.ended or now) - run.created)))
+def budget_use(limits: Budget, usage: RunUsage, wall_ms: int) -> BudgetUse:
+    """Of a run's own budget."""
     used = Budget(
-        prompt_tokens=run.usage.prompt_tokens,
-        output_tokens=run.usage.completion_tokens,
-        thinking_tokens=run.usage.reasoning_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        thinking_tokens=usage.reasoning_tokens,
         wall_ms=wall_ms,
     )
-    limits = run.budget
     left = Budget(
         prompt_tokens=_left(limits.prompt_tokens, used.prompt_tokens),
         output_tokens=_left(limits.output_tokens, used.output_tokens),

@@ -148,7 +148,9 @@ class Client:
 
     async def budget(self, run: Run) -> BudgetUse:
         """What a run has used of its budget, and what is left."""
-        return budget_use(await self.read(run), time.time())
+        body = await self.read(run)
+        wall_seconds = (body.ended or time.time()) - body.created
+        return budget_use(body.budget, body.usage, max(0, round(1000 * wall_seconds)))
 
     async def models(self) -> list[str]:
         """The names of the models that are served."""

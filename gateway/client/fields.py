@@ -42,6 +42,7 @@ class RunFields(TypedDict, total=False):
     hold_ms: int
     on_end: OnEnd
     derail: OnDerail
+    unattended: bool  # nobody watches: what goes badly astray is stopped
     retain: Retain
     final: bool
     expects: str
@@ -71,8 +72,10 @@ class RunFields(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any]
 
 
-At = Literal["now"] | ForkAt | Mapping[str, int]
-"""Where a fork leaves its parent: now, behind a turn `{"turn": n}`, or a token `{"token": n}`."""
+At = Literal["now"] | ForkAt | Mapping[str, int | str]
+"""Where a fork leaves its parent: now, behind a turn `{"turn": n}` or a token
+`{"token": n}`, or at a checkpoint that the run shows, `{"checkpoint": name}`.
+"""
 
 
 def encode_body(fields: Mapping[str, Any]) -> bytes:

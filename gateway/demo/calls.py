@@ -1,36 +1,34 @@
-"""The demo's orchestrator: sends the session's calls over OpenAI's API and collects the answers."""
+"""The demo's orchestrator: starts the session's runs, follows them and collects the answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
+
+from gateway.client import Client, RunBody, RunHandle, RunUsage, TetrarchError, Thinking, TokenText
 
 from .progress import LiveCall, Progress
 from .report import CallResult
 from .workload import ANSWER_TOKENS, NUM_ROUNDS, Agent, Chat, agents, opening
 
 NUM_IN_FLIGHT = 4
-AGENT_HEADER = "X-Agent"
-_CALL_SECONDS = 180.0
-"""Longest silence between two pieces of a stream."""
+SESSION = "demo"
 
 
 class CallFailed(Exception):
-    """The server answered a call with an error, or not to the end."""
+    """A page of the server is not there, or not what it should be."""
 
 
 async def run_session(base_url: str, model: str, progress: Progress) -> list[CallResult]:
     """Every agent once a round, four calls at a time; a round begins when the one before is complete."""
     chats = {agent.name: opening() for agent in agents()}
     seats = asyncio.Semaphore(NUM_IN_FLIGHT)
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=_CALL_SECONDS)
     results: list[CallResult] = []
-    async with aiohttp.ClientSession(base_url, timeout=timeout) as session:
+    async with Client(base_url) as client:
 
         async def ask(agent: Agent, round_number: int) -> None:
             chat = chats[agent.name]
@@ -38,7 +36,7 @@ async def run_session(base_url: str, model: str, progress: Progress) -> list[Cal
             async with seats:
                 live = LiveCall(agent.name, round_number)
                 progress.begin(live)
-                result = await _call(session, model, chat, live, progress)
+                result = await _call(client, model, chat, live, progress)
                 progress.end(live, result)
             chat.append({"role": "assistant", "content": result.answer})
             results.append(result)
@@ -70,34 +68,30 @@ async def get_text(session: aiohttp.ClientSession, path: str) -> str:
         return body
 
 
-async def _call(
-    session: aiohttp.ClientSession, model: str, chat: Chat, live: LiveCall, progress: Progress
-) -> CallResult:
-    usage: Mapping[str, Any] = {}
-    finish_reason = ""
-    error = None
+async def _call(client: Client, model: str, chat: Chat, live: LiveCall, progress: Progress) -> CallResult:
+    usage, finish_reason, error = RunUsage(), "", None
     try:
-        async for chunk in _stream(session, model, chat, live.agent):
-            usage = chunk.get("usage") or usage
-            for choice in chunk.get("choices") or []:
-                finish_reason = choice.get("finish_reason") or finish_reason
-                delta = choice.get("delta") or {}
-                piece = delta.get("content") or ""
-                if (piece or delta.get("reasoning_content")) and live.first_token is None:
-                    live.first_token = time.monotonic()
-                live.answer += piece
-            progress.tick()
-        if not finish_reason or not usage:
-            error = "the stream ended without a finish reason and usage"
-    except (CallFailed, aiohttp.ClientError, TimeoutError, ValueError) as failure:
-        error = str(failure) or type(failure).__name__
+        run = await client.spawn(
+            messages=chat,
+            model=model,
+            session=SESSION,
+            agent=live.agent,
+            max_tokens=ANSWER_TOKENS,
+            temperature=0,
+        )
+        await _read(run, live, progress)
+        ended = await run.read()
+        usage, error = ended.usage, _failure(ended)
+        finish_reason = (ended.result.finish_reason if ended.result is not None else None) or ""
+    except TetrarchError as failure:
+        error = str(failure)
     return CallResult(
         agent=live.agent,
         round=live.round,
         answer=live.answer,
-        prompt_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        generated_tokens=usage.get("completion_tokens", 0),
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        generated_tokens=usage.completion_tokens,
         first_token_seconds=None if live.first_token is None else live.first_token - live.started,
         seconds=time.monotonic() - live.started,
         finish_reason=finish_reason,
@@ -105,28 +99,17 @@ async def _call(
     )
 
 
-async def _stream(
-    session: aiohttp.ClientSession, model: str, chat: Chat, agent: str
-) -> AsyncIterator[dict[str, Any]]:
-    body = {
-        "model": model,
-        "messages": chat,
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    async with session.post("v1/chat/completions", json=body, headers={AGENT_HEADER: agent}) as response:
-        if response.status != 200:
-            raise CallFailed(f"status {response.status}: {(await response.text())[:200]}")
-        async for line in response.content:
-            name, _, value = line.partition(b":")
-            if name != b"data" or not value.strip():
-                continue
-            if value.strip() == b"[DONE]":
-                return
-            chunk = json.loads(value)
-            if chunk.get("error"):
-                raise CallFailed(str(chunk["error"].get("message") or chunk["error"])[:200])
-            yield chunk
-    raise CallFailed("the connection closed before [DONE]")
+async def _read(run: RunHandle, live: LiveCall, progress: Progress) -> None:
+    async with run.stream() as events:
+        async for event in events:
+            if isinstance(event, TokenText | Thinking) and live.first_token is None:
+                live.first_token = time.monotonic()
+            if isinstance(event, TokenText):
+                live.answer += event.text
+            progress.tick()
+
+
+def _failure(run: RunBody) -> str | None:
+    if run.status == "completed":
+        return None
+    return f"{run.status}: {run.error.message}" if run.error is not None else run.status

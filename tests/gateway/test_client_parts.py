@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.client import Budget, Busy, Client, InvalidRequest, Patience, RunFields, ServerFault, Unreachable
+from gateway.client import (
+    Budget,
+    Busy,
+    Client,
+    InvalidRequest,
+    Patience,
+    RunFields,
+    RunUsage,
+    ServerFault,
+    Unreachable,
+)
 from gateway.client.budgets import budget_use
 from gateway.client.errors import REMEDIES, TetrarchError, refused, told_error
 from gateway.client.fields import encode_body
@@ -18,7 +28,6 @@ from gateway.client.patience import Tries
 from gateway.client.sse import Sse, SseReader
 from gateway.errors import KINDS
 from gateway.http.api import HIDDEN
-from gateway.native.bodies import Links, RunBody, RunTimings, RunUsage
 from gateway.native.structs import CHAT_ONLY, RunRequest
 
 STREAM = (
@@ -112,14 +121,7 @@ def test_an_address_without_a_scheme_is_refused_at_once(url: str) -> None:
 
 
 def test_a_budget_tells_what_is_left_of_what_is_limited() -> None:
-    run = RunBody(
-        id="run-1", kind="run", status="decoding", session="", agent="", parent="", parent_run=None,
-        fork=None, flow_class="default", priority=0, label="", metadata={}, model="m", created=100,
-        started=None, turn=1, ended=None, deadline=None, timings=RunTimings(),
-        usage=RunUsage(prompt_tokens=9, completion_tokens=30),
-        budget=Budget(output_tokens=20, wall_ms=5000), tree_budget=Budget(), result=None, error=None,
-        derail=None, input_required=None, links=Links(self_="", events="", tree=None),
-    )  # fmt: skip
-    use = budget_use(run, 102.0)
+    usage = RunUsage(prompt_tokens=9, completion_tokens=30)
+    use = budget_use(Budget(output_tokens=20, wall_ms=5000), usage, 2000)
     assert use.left == Budget(output_tokens=0, wall_ms=3000)
     assert (use.used.prompt_tokens, use.used.wall_ms) == (9, 2000)

@@ -1,4 +1,4 @@
-"""The demo runs its session against a fake OpenAI server, and says so when something was not shown."""
+"""The demo runs its session against a fake server, and says so when something was not shown."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from gateway.demo import calls as demo_calls
+from gateway.client import TokenText
 from gateway.demo import demo
 from gateway.demo.calls import CallFailed
 from gateway.demo.progress import LiveCall, Progress
 from gateway.demo.report import KV, CallResult, Report, complaints, read_workers, table
 from gateway.demo.workload import NUM_ROUNDS, SYSTEM, agents
+from gateway.native.showing import show
+from gateway.runs.state import RunState
+from gateway.runs.told import RunCompleted, RunFailed, UsageBody
+from gateway.store.results import ResultError, RunResult
 from metrics.exposition import render
 from metrics.instruments import Instruments, TurnSample
+from workers.messages import RUN_END_ID, Accepted, Usage
 
 NUM_CALLS = len(agents()) * NUM_ROUNDS
 
@@ -37,7 +42,7 @@ class FakeServer:
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
         self.bodies: list[dict[str, Any]] = []
-        self.agents: list[str] = []
+        self.usages: dict[int, Usage] = {}
         self.in_flight = 0
         self.most_in_flight = 0
         self.seen: list[str] = []
@@ -48,7 +53,9 @@ class FakeServer:
         app.router.add_get("/v1/models", self.get_models)
         app.router.add_get("/health", self.get_health)
         app.router.add_get("/metrics", self.get_metrics)
-        app.router.add_post("/v1/chat/completions", self.post_chat)
+        app.router.add_post("/v1/runs", self.post_run)
+        app.router.add_get("/v1/runs/{id}/events", self.get_events)
+        app.router.add_get("/v1/runs/{id}", self.get_run)
         return app
 
     async def get_models(self, _request: web.Request) -> web.Response:
@@ -60,33 +67,59 @@ class FakeServer:
     async def get_metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=render(self.instruments.registry))
 
-    async def post_chat(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        number = len(self.bodies)
-        self.agents.append(request.headers[demo_calls.AGENT_HEADER])
-        if self.fault == "refuse" and number == 3:
-            return web.json_response({"error": {"message": "too many"}}, status=429)
+    async def post_run(self, request: web.Request) -> web.Response:
+        if self.fault == "refuse" and len(self.bodies) == 3:
+            self.fault = ""
+            error = {"message": "no such model", "code": "model_not_found"}
+            return web.json_response({"error": error}, status=404)
+        self.bodies.append(await request.json())
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        run_id = f"run-{len(self.bodies)}"
+        links = {"self": "", "events": "", "tree": None}
+        created = {"id": run_id, "status": "queued", "session": "", "agent": "", "replayed": False}
+        return web.json_response(created | {"links": links}, status=202)
+
+    async def get_events(self, request: web.Request) -> web.StreamResponse:
+        run_id, is_resumed = request.match_info["id"], request.headers["Last-Event-ID"] != "0-0"
+        number = number_of(run_id)
         await asyncio.sleep(0.005)
         response = web.StreamResponse()
         await response.prepare(request)
-        await response.write(b": keep-alive\n\n")
-        prompt = json.dumps(body["messages"])
+        if not is_resumed:
+            self.answer(number)
+            for piece in ("I ", "see 🦊."):
+                await send(response, TokenText(run=run_id, turn=1, text=piece), f"1-{len(piece)}")
+            if self.fault == "cut" and number == 6:
+                return response
+        self.in_flight -= 1
+        is_broken = self.fault == "break" and number == 5
+        kind = RunFailed if is_broken else RunCompleted
+        end = kind(run=run_id, usage=UsageBody(), turns=1, error=None, message=None)
+        await send(response, end, RUN_END_ID)
+        return response
+
+    async def get_run(self, request: web.Request) -> web.Response:
+        number = number_of(request.match_info["id"])
+        accepted = Accepted(model="tiny", engine_id="e", created=1, prompt_tokens=1)
+        is_broken = self.fault == "break" and number == 5
+        result = RunResult(
+            state="failed" if is_broken else "completed",
+            finish_reason="length",
+            usage=self.usages[number],
+            error=ResultError(code="engine_lost", message="engine lost") if is_broken else None,
+        )
+        body = show(f"run-{number}", RunState(accepted=accepted), result)
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+    def answer(self, number: int) -> None:
+        prompt = json.dumps(self.bodies[number - 1]["messages"])
         cached = max((shared(prompt, text) for text in self.seen), default=0)
         self.seen.append(prompt)
-        if self.fault == "break" and number == 5:
-            await send(response, {"error": {"message": "engine lost", "code": "engine_lost"}})
-            self.in_flight -= 1
-            return response
-        for piece in ("I ", "see 🦊."):
-            await send(response, {"choices": [{"delta": {"content": piece}}]})
-        await send(response, {"choices": [{"delta": {}, "finish_reason": "length"}]})
-        worker = 0 if self.fault == "one worker" else number % 4
+        self.usages[number] = Usage(prompt_tokens=len(prompt), cached_tokens=cached, completion_tokens=9)
         turn = TurnSample(
             "length",
-            worker,
+            0 if self.fault == "one worker" else number % 4,
             prompt_tokens=len(prompt),
             cached_tokens=cached,
             generated_tokens=9,
@@ -96,17 +129,14 @@ class FakeServer:
             decode_seconds=2.0,
         )
         self.instruments.observe_turn("e", turn)
-        details = {"cached_tokens": cached}
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": 9, "prompt_tokens_details": details}
-        await send(response, {"choices": [], "usage": usage})
-        if not (self.fault == "cut" and number == NUM_CALLS):
-            await response.write(b"data: [DONE]\n\n")
-        self.in_flight -= 1
-        return response
 
 
-async def send(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+def number_of(run_id: str) -> int:
+    return int(run_id.removeprefix("run-"))
+
+
+async def send(response: web.StreamResponse, event: msgspec.Struct, event_id: str) -> None:
+    await response.write(b"id: %s\ndata: %s\n\n" % (event_id.encode(), msgspec.json.encode(event)))
 
 
 def shared(one: str, other: str) -> int:
@@ -138,11 +168,7 @@ async def test_each_agent_continues_its_own_conversation_under_one_system_prompt
     fake = FakeServer()
     await figures_of(fake)
     for agent in agents():
-        first, second = [
-            body["messages"]
-            for body, name in zip(fake.bodies, fake.agents, strict=True)
-            if name == agent.name
-        ]
+        first, second = [body["messages"] for body in fake.bodies if body["agent"] == agent.name]
         assert [message["content"] for message in first] == [SYSTEM, agent.tasks[0]]
         assert second[:2] == first
         assert second[2] == {"role": "assistant", "content": "I see 🦊."}
@@ -152,9 +178,8 @@ async def test_each_agent_continues_its_own_conversation_under_one_system_prompt
 @pytest.mark.parametrize(
     ("fault", "complaint"),
     [
-        ("refuse", "status 429"),
-        ("break", "engine lost"),
-        ("cut", "closed before [DONE]"),
+        ("refuse", "no such model"),
+        ("break", "failed: engine lost"),
         ("one worker", "1 of 4 workers served calls"),
     ],
 )
@@ -162,6 +187,12 @@ async def test_what_went_wrong_is_told(fault: str, complaint: str) -> None:
     figures = await figures_of(FakeServer(fault))
     assert any(complaint in text for text in complaints(figures))
     assert figures.calls == NUM_CALLS
+
+
+async def test_a_cut_connection_is_no_failure() -> None:
+    figures = await figures_of(FakeServer("cut"))
+    assert list(complaints(figures)) == []
+    assert figures.generated_tokens == 9 * NUM_CALLS
 
 
 async def test_a_small_share_from_the_cache_and_an_unknown_kv_format_are_told() -> None:
