@@ -25,7 +25,7 @@ from gateway.text.structured import Wants
 from gateway.text.tokenizer import unpack_token_ids
 
 from .api import ChatRequest, JsonSchemaFormat, ResponseFormat, parse_chat
-from .requests import Prepared, find_engine, prepare_chat, template_messages
+from .requests import Prepared, find_engine, prepare_chat, template_messages, wants_in
 from .wanting import later_wants_of, wants_of
 
 PROBE_ANSWER = "Zq7xW4"
@@ -50,7 +50,9 @@ class ChatConversation:
         self._tools = request.tools_in_use
         self._variables = dict(request.chat_template_kwargs)
         self._most_tokens = most_tokens
-        self._wants = later_wants_of(request)
+        # Few calls go on, and what they demand may take long to read.
+        self._request = msgspec.structs.replace(request, messages=[], raw_messages=[], echoed={})
+        self._wants: Wants | None = None  # for further turns, once there is one
 
     @classmethod
     def of(cls, request: ChatRequest, prepared: Prepared) -> ChatConversation:
@@ -88,7 +90,7 @@ class ChatConversation:
             turn_tokens=(len(token_ids) + len(bare)) // 4,
             max_tokens=min(self._most_tokens or room, room),
             grammar=await self._prompts.grammar(
-                wants or self._wants, is_thinking=is_thinking, has_thought=has_thought
+                wants or await self._later_wants(), is_thinking=is_thinking, has_thought=has_thought
             ),
             request=msgspec.msgpack.encode(msgspec.structs.replace(shape, reading=reading)),
         )
@@ -103,6 +105,11 @@ class ChatConversation:
         while low and not text.startswith(decode(ids[:low])):
             low -= 1  # half a character, or a token that reads other than it was written
         return low
+
+    async def _later_wants(self) -> Wants:
+        if self._wants is None:
+            self._wants = await wants_in(self._request, later_wants_of)
+        return self._wants
 
     async def _closing_of_thought(self, shape: AnswerShape, token_ids: bytes) -> str:
         """The closing tag for a thought that was cut off: a later turn would take itself to be thought."""
@@ -199,7 +206,9 @@ class ChatTalk:
         order = prepared.order
         if parent_ids is not None:
             messages = template_messages(request.raw_messages)
-            order = await conversation.extend_with(order, parent_ids, messages, wants_of(request))
+            order = await conversation.extend_with(
+                order, parent_ids, messages, await wants_in(request, wants_of)
+            )
             order = replace(order, system_tokens=0)
         order = replace(order, flow=replace(order.flow, deadline=spec.deadline))
         return Begun(order, conversation, prepared.result_schema)

@@ -6,7 +6,7 @@ The only validation that depends on a model. Knows no HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from gateway.text.prompts import (
     Prompts,
     is_small,
 )
+from gateway.text.structured import Wants
 from gateway.text.tokenizer import AnswerPlace, pack_token_ids
 from gateway.text.volatile import normalise
 from workers.messages import EngineInfo, Finished, Sampling
@@ -82,7 +83,7 @@ async def prepare_chat(
     request: ChatRequest, caller: Caller, engine: EngineView, library: PromptLibrary
 ) -> Prepared:
     """The order of a chat call. Raises InvalidField."""
-    wants = wants_of(request) if is_small(request.raw_tools) else await asyncio.to_thread(wants_of, request)
+    wants = await wants_in(request, wants_of)
     prompts, prompt = await encode_chat(request, caller, engine, library, engine.info.context_length)
     thinks = {"is_thinking": prompt.is_thinking, "has_thought": prompt.has_thought}
     grammar = await prompts.grammar(wants, **thinks)
@@ -104,6 +105,15 @@ async def prepare_chat(
     )
     schema = b"" if wants.answer is None else msgspec.json.encode(wants.answer.schema)
     return Prepared(order, prompts, prompt.place, caller.scope, schema)
+
+
+async def wants_in(request: ChatRequest, read: Callable[[ChatRequest], Wants]) -> Wants:
+    """What a chat request demands, read off the event loop where its schemas are large."""
+    form = request.response_format
+    schema = form.json_schema.schema if form is not None and form.json_schema is not None else None
+    if is_small(request.raw_tools, schema):
+        return read(request)
+    return await asyncio.to_thread(read, request)
 
 
 async def encode_chat(
