@@ -1,4 +1,4 @@
-"""How long the gateway's event loop stands still while prompts of 128k tokens are tokenised, and in other work.
+"""How long the gateway's event loop stands still: prompts of 128k tokens are tokenised, long answers learned.
 
     python -m bench.loop_stall [--tokens 128000] [--repeats 3] [--where]
 
@@ -25,7 +25,7 @@ from .gateway_rig import Gateway, Texts, default_bundle, gateway, middle, report
 from .loop_probe import Seen
 from .loop_probe import ask as ask_probe
 from .scripted_engine import Piece, Script, ScriptedEngine, pieces_of
-from .stall_calls import APIS, CHAT, Said, ask, history, one_text, read
+from .stall_calls import APIS, CHAT, COUNT, MESSAGES, RESPONSES, RUNS, Api, Said, ask, history, one_text, read
 
 GOAL_MS = 20.0
 ANSWER_TOKENS = 48_000
@@ -42,10 +42,10 @@ class Measured:
 
     async def watch(self, name: str, work: Awaitable[str]) -> str:
         """Does the work and notes what the loop did meanwhile and shortly after."""
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         await asyncio.to_thread(ask_probe, self.served.control)
         answer = await work
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.15)
         seen = await asyncio.to_thread(ask_probe, self.served.control)
         self.rows.setdefault(name, []).append(seen)
         return answer
@@ -56,11 +56,12 @@ class Measured:
 
 
 async def tokenising(
-    seen: Measured, session: aiohttp.ClientSession, make: Callable[[], Said], name: str
+    seen: Measured, session: aiohttp.ClientSession, apis: Sequence[Api], make: Callable[[], Said]
 ) -> None:
-    """Each API with a prompt that nobody has seen, with the same again, and with a message more."""
-    for api in APIS:
+    """Each API with a prompt that nobody has seen, with the same again, and with messages more."""
+    for api in apis:
         said = make()
+        name = "one text" if len(said) == 1 else f"{len(said)} messages"
         await seen.watch(f"{api.name}: {name}, cold", ask(session, api, said))
         await seen.watch(f"{api.name}: {name}, warm", ask(session, api, said))
         more = [*said, ("assistant", "Yes."), ("user", "And now?")]
@@ -74,15 +75,15 @@ async def long_answers(seen: Measured, session: aiohttp.ClientSession, pieces: S
     await seen.watch("chat: answer of 48k tokens", ask(session, CHAT, said))
     more = [*said, ("assistant", answer), ("user", "Go on.")]
     await seen.watch("chat: the turn behind it", ask(session, CHAT, more))
-    for api in APIS[2:4]:
+    for api in (RESPONSES, MESSAGES):
         await seen.watch(f"{api.name}: answer of 48k tokens", ask(session, api, said))
-    told = await seen.watch("runs: answer of 48k tokens", ask(session, APIS[5], said))
+    told = await seen.watch("runs: answer of 48k tokens", ask(session, RUNS, said))
     await _read_again(seen, session, told, "48k tokens")
 
 
 async def long_runs(seen: Measured, session: aiohttp.ClientSession) -> None:
     """A run of 8,000 events, followed and read again."""
-    told = await seen.watch("runs: 8,000 events", ask(session, APIS[5], [("user", "Say many.")]))
+    told = await seen.watch("runs: 8,000 events", ask(session, RUNS, [("user", "Say many.")]))
     await _read_again(seen, session, told, "8,000 events")
 
 
@@ -113,9 +114,9 @@ async def measure(options: argparse.Namespace) -> Measured:
     def script(submit: Submit) -> Script:
         text = tokenizer.decode(_ids(submit.token_ids[-240:]))
         if "Write a long one." in text:
-            return Script(pieces, 0.003, num_together=64)
+            return Script(pieces, 0.002, num_together=64)
         if "Say many." in text:
-            return Script(pieces[:NUM_EVENTS], 0.0005)
+            return Script(pieces[:NUM_EVENTS], 0.0004)
         return Script(pieces[:SHORT], 0.001)
 
     with gateway(pins=False, probe=["--where"] if options.where else []) as (served, bus_url):
@@ -128,8 +129,8 @@ async def measure(options: argparse.Namespace) -> Measured:
             await ask(session, CHAT, [("user", "Hello.")])  # builds the tokenizer
             for number in range(options.repeats):
                 await idle(seen)
-                await tokenising(seen, session, lambda: one_text(texts, options.tokens), "one text")
-                await tokenising(seen, session, lambda: history(texts, options.tokens), "401 messages")
+                await tokenising(seen, session, (CHAT, COUNT), lambda: one_text(texts, options.tokens))
+                await tokenising(seen, session, APIS, lambda: history(texts, options.tokens))
                 await long_answers(seen, session, pieces)
                 await long_runs(seen, session)
                 print(f"round {number + 1} of {options.repeats} done", file=sys.stderr)

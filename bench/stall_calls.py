@@ -42,7 +42,6 @@ class Api:
     name: str
     path: str
     body: Callable[[Said], dict[str, Any]]
-    is_streamed: bool = True
 
 
 def _messages(said: Said) -> list[dict[str, Any]]:
@@ -55,7 +54,7 @@ def _chat(said: Said) -> dict[str, Any]:
 
 
 def _with_schema(said: Said) -> dict[str, Any]:
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema(60), "strict": True}}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema(400), "strict": True}}
     return {"model": MODEL, "messages": _messages(said), "response_format": form, "stream": True}
 
 
@@ -80,14 +79,14 @@ def _run(said: Said) -> dict[str, Any]:
 
 
 CHAT = Api("chat", "/v1/chat/completions", _chat)
-APIS = (
-    CHAT,
-    Api("chat, schema", "/v1/chat/completions", _with_schema),
-    Api("responses", "/v1/responses", _responses),
-    Api("messages", "/v1/messages", lambda said: _anthropic(said) | {"max_tokens": 4096, "stream": True}),
-    Api("count_tokens", "/v1/messages/count_tokens", _anthropic, is_streamed=False),
-    Api("runs", "/v1/runs", _run),
+SCHEMA = Api("chat, schema", "/v1/chat/completions", _with_schema)
+RESPONSES = Api("responses", "/v1/responses", _responses)
+MESSAGES = Api(
+    "messages", "/v1/messages", lambda said: _anthropic(said) | {"max_tokens": 65_536, "stream": True}
 )
+COUNT = Api("count_tokens", "/v1/messages/count_tokens", _anthropic)
+RUNS = Api("runs", "/v1/runs", _run)
+APIS = (CHAT, SCHEMA, RESPONSES, MESSAGES, COUNT, RUNS)
 
 
 def one_text(texts: Texts, num_tokens: int) -> Said:
@@ -98,11 +97,9 @@ def one_text(texts: Texts, num_tokens: int) -> Said:
 def history(texts: Texts, num_tokens: int) -> Said:
     """As long, in many messages of user and assistant."""
     roles = ("user", "assistant")
-    each = num_tokens // NUM_MESSAGES
     text = texts.take(num_tokens)
     size = len(text) // NUM_MESSAGES
     parts = [text[number * size : (number + 1) * size] for number in range(NUM_MESSAGES)]
-    assert each > 0
     return [(roles[number % 2], part) for number, part in enumerate(parts)]
 
 
