@@ -225,6 +225,8 @@ class Accepted(Message, frozen=True, kw_only=True):
     gateway: str = ""  # its lease keeps the run alive
     request: msgspec.Raw = msgspec.Raw(b"\xc0")  # what a resuming gateway needs to shape the answer
     spec: bytes = b""  # the gateway's RunSpec; b"": a plain call
+    system_tokens: int = 0  # as in its first Submit
+    turn_tokens: int = 0
 
 
 class Dispatched(Message, frozen=True, kw_only=True):

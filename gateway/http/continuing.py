@@ -15,7 +15,7 @@ import msgspec
 from gateway.aliases import Aliases
 from gateway.callers.hints import Caller, Hints, Names
 from gateway.dialects.answer import AnswerShape
-from gateway.errors import Conflict, context_exceeded
+from gateway.errors import Conflict, InvalidField, context_exceeded
 from gateway.flow.directory import Directory
 from gateway.flow.places import Order
 from gateway.runs.spec import RunSpec
@@ -65,15 +65,23 @@ class ChatConversation:
         return await self.extend_with(order, token_ids, messages)
 
     async def extend_with(
-        self, order: Order, token_ids: bytes, messages: Sequence[Message], wants: Wants | None = None
+        self,
+        order: Order,
+        token_ids: bytes,
+        messages: Sequence[Message],
+        wants: Wants | None = None,
+        *,
+        behind_answer: bool = True,
     ) -> Order:
-        """The same for messages as templates expect them. `wants`: None for those of further turns."""
+        """The same for messages as templates expect them. `wants`: None for those of further turns; not
+        `behind_answer`: the tokens end where a message has ended.
+        """
         if is_small(*messages):
-            suffix = self._suffix(messages)
+            suffix = self._suffix(messages, behind_answer=behind_answer)
         else:
-            suffix = await asyncio.to_thread(self._suffix, messages)
+            suffix = await asyncio.to_thread(self._suffix, messages, behind_answer=behind_answer)
         shape = _decode_shape(order.request)
-        closing = await self._closing_of_thought(shape, token_ids)
+        closing = await self._closing_of_thought(shape, token_ids) if behind_answer else ""
         context = order.engine.info.context_length
         whole = await self._encode(closing, suffix.whole, token_ids, context)
         bare = await self._encode(closing, suffix.bare, token_ids, context)
@@ -136,7 +144,7 @@ class ChatConversation:
             return ids
         return await self._ids(closing) + ids
 
-    def _suffix(self, messages: Sequence[Message]) -> _Suffix:
+    def _suffix(self, messages: Sequence[Message], *, behind_answer: bool) -> _Suffix:
         """By a probe: a small chat with a known answer, rendered without and with what follows it."""
         answer, mark = _probe_answer(messages)
         plain = {"role": "assistant", "content": PROBE_ANSWER}
@@ -144,6 +152,10 @@ class ChatConversation:
         closed = self._after([answer], mark, generation=False).text
         whole = self._after([answer, *messages], mark, generation=True)
         bare = self._after([answer, *messages], mark, generation=False)
+        if not behind_answer:
+            if not (whole.text.startswith(closed) and bare.text.startswith(closed)):
+                raise _not_shown()
+            end = ""
         return _Suffix(_joined(end, closed, whole), _joined(end, closed, bare))
 
     def _after(self, messages: Sequence[Message], mark: str, *, generation: bool) -> Rendered:
@@ -153,9 +165,13 @@ class ChatConversation:
         rendered = self._prompts.render(Conversation([asked, *messages], self._tools, variables))
         _, found, rest = rendered.text.rpartition(mark)
         if not found:
-            message = "The model's chat template does not show answers as they are: send another call."
-            raise Conflict("cannot_continue", message)
+            raise _not_shown()
         return Rendered(rest, rendered.marks)
+
+
+def _not_shown() -> Conflict:
+    message = "The model's chat template does not show answers as they are: send another call."
+    return Conflict("cannot_continue", message)
 
 
 def _last_of(token_ids: bytes, wanted: bytes) -> int:
@@ -201,17 +217,52 @@ class ChatTalk:
         if spec.result_schema:
             request = _held_to(request, spec.result_schema)
         engine = find_engine(self._directory, request.model, self._aliases)
-        prepared = await prepare_chat(request, _caller(spec), engine, self._library)
+        behind_system = spec.fork is not None and spec.fork.checkpoint == "system"
+        whole = _with_system(request) if behind_system else request
+        prepared = await prepare_chat(whole, _caller(spec), engine, self._library)
         conversation = ChatConversation.of(request, prepared)
         order = prepared.order
-        if parent_ids is not None:
+        if parent_ids is not None and behind_system:
+            order = _behind_system(order, parent_ids)
+        elif parent_ids is not None:
             messages = template_messages(request.raw_messages)
+            between = spec.fork is not None and spec.fork.is_between_messages
             order = await conversation.extend_with(
-                order, parent_ids, messages, await wants_in(request, wants_of)
+                order, parent_ids, messages, await wants_in(request, wants_of), behind_answer=not between
             )
             order = replace(order, system_tokens=0)
         order = replace(order, flow=replace(order.flow, deadline=spec.deadline))
         return Begun(order, conversation, prepared.result_schema)
+
+
+def _with_system(request: ChatRequest) -> ChatRequest:
+    """With a system text, in place of the parent's. Raises InvalidField for one that has its own."""
+    role = request.raw_messages[0]["role"]
+    if role in ("system", "developer"):
+        message = (
+            f"'messages[0].role' is '{role}', but a fork at 'system' has its parent's text: leave it out."
+        )
+        raise InvalidField("messages[0].role", message)
+    stand_in = {"role": "system", "content": PROBE_ANSWER}
+    return msgspec.structs.replace(request, raw_messages=[stand_in, *request.raw_messages])
+
+
+def _behind_system(own: Order, parent_ids: bytes) -> Order:
+    """The prompt with the parent's system part in place of its own. Raises InvalidField or Conflict."""
+    cut, num_parent = 4 * own.system_tokens, len(parent_ids) // 4
+    if not cut or own.token_ids[cut - 4 : cut] != parent_ids[-4:]:
+        message = "The model's chat template does not tell its system part from what follows."
+        raise Conflict("cannot_continue", message)
+    token_ids, context = parent_ids + own.token_ids[cut:], own.engine.info.context_length
+    if len(token_ids) // 4 >= context:
+        raise context_exceeded("messages", str(len(token_ids) // 4), context)
+    return replace(
+        own,
+        token_ids=token_ids,
+        system_tokens=num_parent,
+        turn_tokens=own.turn_tokens and own.turn_tokens - own.system_tokens + num_parent,
+        max_tokens=min(own.max_tokens, context - len(token_ids) // 4),
+    )
 
 
 def _held_to(request: ChatRequest, result_schema: bytes) -> ChatRequest:

@@ -73,6 +73,13 @@ class ForkedFrom(Struct, frozen=True, kw_only=True):
     tokens: int
 
 
+class CheckpointBody(Struct, frozen=True, kw_only=True):
+    """A point where a fork costs nothing of what the run has computed, as long as the engine keeps that."""
+
+    name: str
+    token: int  # so many of the run's tokens are before it
+
+
 class Links(Struct, frozen=True, kw_only=True):
     """Paths on this server."""
 
@@ -103,6 +110,7 @@ class RunBody(Struct, frozen=True, kw_only=True):
     ended: float | None
     deadline: float | None
     turn: int
+    checkpoints: tuple[CheckpointBody, ...]  # in the order of their tokens
     usage: RunUsage
     timings: RunTimings
     budget: BudgetBody

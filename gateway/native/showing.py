@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -16,6 +17,7 @@ from gateway.store.results import RunResult
 from workers.messages import Derail, Timings, Usage, decode_event
 
 from .bodies import (
+    CheckpointBody,
     DerailBody,
     ForkedFrom,
     InputBody,
@@ -57,6 +59,7 @@ def show(run_id: str, state: RunState, result: RunResult | None) -> RunBody:
         ended=result.ended if result is not None else None,
         deadline=spec.deadline,
         turn=state.turn if result is None else result.turns,
+        checkpoints=_checkpoints(state.checkpoints if result is None else result.checkpoints),
         usage=usage_of(state.usage) if result is None else usage_of(result.usage, result.thinking_tokens),
         timings=_timings(state.timings if result is None else result.timings),
         budget=_budget(spec.budget),
@@ -112,6 +115,11 @@ def is_settled(state: RunState, *, input_counts: bool) -> bool:
 
 def _fork(spec: RunSpec) -> ForkedFrom | None:
     return None if spec.fork is None else ForkedFrom(run=spec.fork.run, tokens=spec.fork.num_tokens)
+
+
+def _checkpoints(told: Mapping[Any, int]) -> tuple[CheckpointBody, ...]:
+    in_order = sorted((token, str(name)) for name, token in told.items())
+    return tuple(CheckpointBody(name=name, token=token) for token, name in in_order)
 
 
 def _timings(timings: Timings) -> RunTimings:

@@ -36,9 +36,11 @@ def fork_point(parent: str, at: str | ForkAt) -> ForkPoint:
     """Where a child leaves its parent. Raises InvalidField."""
     if not isinstance(at, ForkAt):
         return ForkPoint(run=parent)
-    if (at.turn is None) == (at.token is None):
-        raise InvalidField("at", "'at' must be 'now', {'turn': n} or {'token': n}: one of them.")
-    return ForkPoint(run=parent, turn=at.turn, token=at.token)
+    if [at.turn, at.token, at.checkpoint].count(None) != 2:
+        raise InvalidField(
+            "at", "'at' must be 'now', {'turn': n}, {'token': n} or {'checkpoint': name}: one of them."
+        )
+    return ForkPoint(run=parent, turn=at.turn, token=at.token, checkpoint=at.checkpoint)
 
 
 async def spec_of(request: web.Request, asked: AskedRun, point: ForkPoint | None, run_id: str) -> RunSpec:

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, field
 from gateway.flow.classes import MAX_PRIORITY, FlowClass
 from gateway.http.api import ChatMessage, ChatRequest
 from gateway.http.fields import REMEDIES as CHAT_REMEDIES
-from gateway.runs.spec import OnDerail, OnEnd, Orphan
+from gateway.runs.spec import Checkpoint, OnDerail, OnEnd, Orphan
 from workers.messages import Retain
 
 MAX_BATCH = 64
@@ -44,10 +44,13 @@ class BudgetBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ForkAt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Exactly one: after the end of a turn (from 1), or after so many tokens, the first prompt's included."""
+    """Exactly one: after the end of a turn (from 1), after so many tokens, the first prompt's included, or at
+    a checkpoint that the run shows. At `system` a child has no messages of its parent, at `prompt` no answer.
+    """
 
     turn: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     token: Tokens | None = None
+    checkpoint: Checkpoint | None = None
 
 
 class ForkBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,10 +167,11 @@ REMEDIES = {
     **CHAT_REMEDIES,
     "input": f"a string of 1 to {MAX_TEXT_CHARS} characters, instead of messages",
     "parent_run": "a run's id: run- and 32 hex digits",
-    "fork": "an object {'run': id, 'at': 'now', {'turn': n} or {'token': n}}",
+    "fork": "an object {'run': id, 'at': 'now', {'turn': n}, {'token': n} or {'checkpoint': name}}",
     "run": "a run's id: run- and 32 hex digits",
     "ids": f"a list of 1 to {MAX_WAITED} run ids",
-    "at": "'now', {'turn': n} or {'token': n}, counted from 1",
+    "at": "'now', {'turn': n} or {'token': n}, counted from 1, or {'checkpoint': name}",
+    "checkpoint": "'system', 'prompt', 'turn' or 'pause'",
     "turn": "a turn's number from 1",
     "token": "a number of tokens from 1",
     "budget": "an object with any of prompt_tokens, output_tokens, thinking_tokens, wall_ms, tool_calls",

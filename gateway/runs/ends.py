@@ -60,6 +60,7 @@ def result_of(told: Told, ended: RunEnded, now: float) -> RunResult:
         tool_calls=told.transcript.num_calls(told.transcript.current.said()),
         timings=state.timings,
         turns=state.turn,
+        checkpoints={str(name): position for name, position in state.checkpoints.items()},
         attempts=state.attempt,
         started=float(state.accepted.created) if state.accepted is not None else None,
         ended=now,

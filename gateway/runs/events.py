@@ -33,6 +33,7 @@ class TurnOpened(Message, frozen=True, kw_only=True):
     kept_tokens: int = 0  # of what the turn before generated; what follows (an open call) is dropped
     dropped_call: str | None = None  # the open tool call's name; "" when it was not yet told
     prompt_tokens: int = 0
+    turn_tokens: int = 0  # as in Submit
     request: Raw = Raw(b"\xc0")  # as in Accepted, for this turn's answer
     at: float = 0.0  # unix seconds
 

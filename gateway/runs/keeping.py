@@ -24,7 +24,7 @@ from .events import AnyEvent
 from .families import Member
 from .limits import Spent
 from .run import Run, RunEvent
-from .spec import Budget
+from .spec import CHECKPOINTS, Budget
 from .state import RunState, fold
 from .told import log_body
 from .transcript import whole_calls
@@ -147,6 +147,9 @@ class Keeper:
             prompt_tokens=0,
             past=result.usage,
             past_timings=result.timings,
+            checkpoints={
+                name: result.checkpoints[name] for name in CHECKPOINTS if name in result.checkpoints
+            },
             derail=result.derail,
         )
 

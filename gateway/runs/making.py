@@ -59,11 +59,11 @@ class Making:
         state, transcript = await read_whole(self._bus, at.run)
         if at.turn is not None and state == NOTHING:
             raise Conflict("ids_gone", "The turns of that run are not kept any more: name a token instead.")
-        cut = cut_ids(ids, at, transcript.ends, is_open=False)
+        cut = cut_ids(ids, at, parent, transcript.ends)
         if cut is None:
-            told = at.turn if at.turn is not None else at.token
             message = (
-                f"'at' is {told}, but the run {at.run} has no such point: name a turn or a token it has."
+                f"'at' is {at.turn or at.token or at.checkpoint}, but the run {at.run} has no such point: "
+                "name a turn, a token or a checkpoint that it has."
             )
             raise InvalidField("at", message)
         await self._fork(run_id, spec, at, cut, parent)

@@ -334,6 +334,8 @@ class Runs:
             gateway=self._bus.gateway_id,
             request=msgspec.Raw(order.request),
             spec=encode_spec(kept),
+            system_tokens=order.system_tokens,
+            turn_tokens=order.turn_tokens,
         )
         run = Run(run_id, RunState(), order)
         run.advance(event_id(0, 1), accepted)

@@ -20,6 +20,13 @@ Orphan = Literal["cancel", "continue", "pause"]
 OnEnd = Literal["complete", "await_input"]
 OnDerail = Literal["stop", "report"]
 
+Checkpoint = Literal["system", "prompt", "turn", "pause"]
+"""Where an engine keeps what it computed: at the end of system text and tools, before the present turn's
+answer opens, at the end of the last turn that has ended, and where the present one was paused last.
+"""
+
+CHECKPOINTS: tuple[Checkpoint, ...] = ("system", "prompt", "turn", "pause")
+
 
 class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Limits of one run or of a whole tree; None: no limit. Tokens are summed over turns."""
@@ -32,17 +39,23 @@ class Budget(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ForkPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a child leaves its parent; at most one of `turn` and `token` is given, neither means now."""
+    """Where a child leaves its parent; at most one of the three is given, none means now."""
 
     run: str  # the parent's id
     turn: int | None = None  # after the end of this turn, from 1
     token: int | None = None  # after so many tokens of the parent, its first prompt's included
+    checkpoint: Checkpoint | None = None
     num_tokens: int = 0  # as resolved: so many ids of the parent begin the child's prompt
 
     @property
     def is_now(self) -> bool:
         """At the parent's next border."""
-        return self.turn is None and self.token is None
+        return self.turn is None and self.token is None and self.checkpoint is None
+
+    @property
+    def is_between_messages(self) -> bool:
+        """It opens no answer, so that none is to be closed before the child's messages."""
+        return self.checkpoint in ("system", "prompt")
 
 
 class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):

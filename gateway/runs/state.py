@@ -33,7 +33,7 @@ from workers.messages import (
 from .event_ids import id_pair
 from .events import AnyEvent, CallAsked, Cause, InputRequired, Resumed, TurnOpened, decode
 from .outcomes import Status
-from .spec import RunSpec, decode_spec
+from .spec import Checkpoint, RunSpec, decode_spec
 
 
 class Phase(Enum):
@@ -95,6 +95,7 @@ class RunState:
     obeyed: Mapping[str, Obeyed] = field(default_factory=dict)  # commands that events name
     derail: Derail | None = None  # the last that was told
     waiting_since: float = 0.0  # unix seconds: when it last came to wait for a worker
+    checkpoints: Mapping[Checkpoint, int] = field(default_factory=dict)  # as tokens of the whole run
     ended: RunEnded | None = None
     last_id: str = "0-0"
 
@@ -167,6 +168,7 @@ def _accepted(state: RunState, event: Accepted) -> RunState:
         spec=_spec_of(event),
         engine_id=event.engine_id,
         prompt_tokens=event.prompt_tokens,
+        checkpoints=_reached({"system": event.system_tokens, "prompt": event.turn_tokens}),
         waiting_since=float(event.created),
     )
 
@@ -228,7 +230,16 @@ def _generated(state: RunState, entry_id: str, num_tokens: int) -> RunState:
 def _turn_ended(state: RunState, attempt: int, end: TurnEnd) -> RunState:
     """A verdict may come behind an end: a paused turn that is cancelled. Its usage counts for both."""
     phase = Phase.PAUSED if isinstance(end, Paused) else Phase.TURN_ENDED
-    return replace(state, phase=phase, attempt=attempt, past_timings=state.timings, turn_end=end)
+    name: Checkpoint = "pause" if isinstance(end, Paused) else "turn"
+    position = state.prompt_tokens + state.turn_tokens if state.turn_tokens else 0
+    return replace(
+        state,
+        phase=phase,
+        attempt=attempt,
+        past_timings=state.timings,
+        turn_end=end,
+        checkpoints={**state.checkpoints, **_reached({name: position})},
+    )
 
 
 def _by_gateway(state: RunState, event: TurnOpened | InputRequired | Resumed) -> RunState:
@@ -247,9 +258,23 @@ def _by_gateway(state: RunState, event: TurnOpened | InputRequired | Resumed) ->
                 turn_tokens=0,
                 past=state.usage,
                 calls=(),
+                checkpoints=_behind(state, event),
                 obeyed={**state.obeyed, **dict.fromkeys(commands, Obeyed(cause, event.turn))},
                 waiting_since=at,
             )
+
+
+def _behind(state: RunState, event: TurnOpened) -> Mapping[Checkpoint, int]:
+    """What is still there when the next turn opens: what the last one had dropped is not."""
+    end = state.prompt_tokens + event.kept_tokens if event.kept_tokens else 0
+    now: dict[Checkpoint, int] = {**state.checkpoints, "turn": end, "prompt": event.turn_tokens}
+    if now.get("pause", 0) > end:
+        del now["pause"]
+    return _reached(now)
+
+
+def _reached(checkpoints: Mapping[Checkpoint, int]) -> dict[Checkpoint, int]:
+    return {name: position for name, position in checkpoints.items() if position}
 
 
 def add_usage(one: Usage, other: Usage) -> Usage:

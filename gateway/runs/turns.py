@@ -170,6 +170,7 @@ class Turns:
             kept_tokens=kept,
             dropped_call=dropped,
             prompt_tokens=order.prompt_tokens,
+            turn_tokens=order.turn_tokens,
             request=msgspec.Raw(order.request),
             at=time.time(),
         )
@@ -202,7 +203,10 @@ class Turns:
     async def _make_child(self, run: Run, fork: ForkRun) -> Answered:
         ids = self._ids_at(run, fork.at)
         if ids is None:
-            message = "There is no such point in the run: name a turn that has ended, or a token that it has."
+            message = (
+                "There is no such point in the run: name a turn that has ended, or a token or a checkpoint "
+                "that it has."
+            )
             return Answered(command=fork.command, error="invalid_field", message=message)
         try:
             await self._driver.make_child(fork, run, ids)
@@ -216,17 +220,24 @@ class Turns:
         """The run's tokens up to there; None: it does not have so many."""
         assert run.order is not None
         ids = run.order.token_ids + bytes(run.transcript.current.ids)
-        return cut_ids(ids, at, run.transcript.ends, is_open=run.state.phase not in _CLOSED)
+        ends = run.transcript.ends
+        return cut_ids(ids, at, run.state, ends if run.state.phase in _CLOSED else ends[:-1])
 
 
-def cut_ids(ids: bytes, at: ForkPoint, ends: Sequence[int], *, is_open: bool) -> bytes | None:
-    """A run's tokens up to a point. `ends`: how many there are at each turn's end; the last may be open."""
+def cut_ids(ids: bytes, at: ForkPoint, state: RunState, ends: Sequence[int]) -> bytes | None:
+    """A run's tokens up to a point; None: it has no such point. `ends`: how many there are at the end of each
+    turn that has ended.
+    """
+    num_tokens: int | None = len(ids) // 4
     if at.token is not None:
-        return ids[: 4 * at.token] if 1 <= at.token <= len(ids) // 4 else None
-    if at.turn is not None:
-        closed = ends[:-1] if is_open else ends
-        return ids[: 4 * closed[at.turn - 1]] if 1 <= at.turn <= len(closed) else None
-    return ids
+        num_tokens = at.token
+    elif at.turn is not None:
+        num_tokens = ends[at.turn - 1] if 1 <= at.turn <= len(ends) else None
+    elif at.checkpoint is not None:
+        num_tokens = state.checkpoints.get(at.checkpoint)
+    if num_tokens is None or not 1 <= num_tokens <= len(ids) // 4:
+        return None
+    return ids[: 4 * num_tokens]
 
 
 def _resumed(state: RunState, commands: tuple[str, ...]) -> Resumed | None:

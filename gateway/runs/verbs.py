@@ -136,7 +136,8 @@ class Verbs:
             raise NoEngine("The parent has not reached its next border yet. Repeat the call to wait on.")
         if num_tokens is None:
             num_tokens = await self._making.child_of_ended(run_id, at, spec, state)
-        return await self._started_child(run_id, num_tokens, num_tokens - (at.token is None))
+        ends_in_answer = at.token is None and not at.is_between_messages
+        return await self._started_child(run_id, num_tokens, num_tokens - ends_in_answer)
 
     async def heartbeat(self, run_id: str) -> outcomes.Alive:
         """The caller is still there."""

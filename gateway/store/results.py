@@ -53,6 +53,7 @@ class RunResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: int = 0
     timings: Timings = Timings()
     turns: int = 0
+    checkpoints: dict[str, int] = {}  # as in RunState
     attempts: int = 0
     started: float | None = None
     ended: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,7 @@ async def test_forks_at_a_turns_end_and_at_a_token_of_an_ended_parent(valkey: Va
 
 
 @pytest.mark.parametrize("at", [{"turn": 3}, {"turn": 1}, {"token": 100_000}])
-async def test_a_point_that_a_run_does_not_have_is_refused(valkey: ValkeyServer, at: dict[str, int]) -> None:
+async def test_a_point_that_a_run_does_not_have_is_refused(valkey: ValkeyServer, at: dict[str, Any]) -> None:
     async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
         engine.allowed = 2
         parent = await gate.runs.create(spec())
