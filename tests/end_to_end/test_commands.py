@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from mcp import Client as McpClient
+from mcp import StdioServerParameters
 from redis import Redis
 
 from gateway.callers.tokens import TokenStore
@@ -33,6 +35,7 @@ from workers.messages import (
     tokenizer_key,
 )
 
+from .hybrid_folder import make_chatting_hybrid
 from .served import ROOT, Served, wait_for
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
@@ -228,3 +231,70 @@ def test_model_fetch_checks_a_folder_and_converts_a_gguf_file_once(model: Path, 
     assert refused.returncode == 2
     assert "broken.gguf" in refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+def tetrarch(url: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A verb of a caller."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gateway", *arguments],
+        cwd=ROOT,
+        env=variables(TETRARCH_URL=url),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = make_chatting_hybrid(tmp_path_factory.mktemp("models") / "a hybrid")
+    flags = ("--kv-bits", "native", "--pool-tokens", "65536", "--states", "24")
+    served = Served(tmp_path_factory.mktemp("commands") / "home", model, *flags)
+    try:
+        served.wait_ready()
+        yield served
+    finally:
+        served.close()
+
+
+def test_run_shows_its_text_while_its_gateway_is_killed_and_comes_again(chatting: Served) -> None:
+    prompt, flags = "Tell me. " * 400, ("--session", "killed", "--budget-output", "300")
+    running = tetrarch(chatting.url, "run", prompt, *flags)
+    assert running.stderr is not None
+    assert any(b"worker" in line for line in iter(running.stderr.readline, b""))
+    chatting.kill_child("gateway gateway")
+    text, words = running.communicate(timeout=90)
+    told = json.loads(only_line(tetrarch(chatting.url, "runs", "--session", "killed", "--json")))
+    shown = json.loads(only_line(tetrarch(chatting.url, "runs", "show", told["id"], "--json")))
+    assert text.decode().rstrip("\n") == shown["result"]["text"].rstrip("\n")
+    assert shown["usage"]["completion_tokens"] <= 300
+    assert f"{told['id']}: {shown['status']}" in words.decode()
+    assert (running.returncode == 0) is (shown["status"] == "completed")
+
+
+def only_line(process: subprocess.Popen[bytes]) -> bytes:
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output.count(b"\n")) == (0, 1), errors
+    return output
+
+
+async def test_an_mcp_client_has_sub_agents_at_a_served_model(chatting: Served) -> None:
+    command = StdioServerParameters(
+        command=sys.executable,
+        args=["-m", "gateway", "mcp", "--session", "of mcp"],
+        env=variables(TETRARCH_URL=chatting.url),
+        cwd=ROOT,
+    )
+    async with McpClient(command) as client:
+        tasks = [{"prompt": f"Task {number}", "max_output_tokens": 20} for number in range(4)]
+        made = [await client.call_tool("spawn_subagent", task) for task in tasks]
+        runs = [result.structured_content["run"] for result in made]
+        waited = await client.call_tool("wait", {"runs": runs, "timeout_seconds": 60})
+        done = waited.structured_content["done"]
+        assert [run["run"] for run in done] == runs
+        assert {run["status"] for run in done} <= {"completed", "failed"}, (
+            done
+        )  # random words, cut at 20 tokens
+        listed = await client.call_tool("list", {})
+        assert len(listed.structured_content["runs"]) == 4
+    tree = json.loads(only_line(tetrarch(chatting.url, "runs", "tree", "of mcp", "--json")))
+    assert (tree["num_runs"], tree["num_live"]) == (4, 0)
