@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from gateway.aliases import USUAL_ALIASES, parse_aliases
 from gateway.callers.scopes import USUAL_SCOPES, Scope
+from gateway.derail.rules import DerailRules
 from gateway.flow.classes import Classes
 from metrics.settings import load
 
@@ -130,6 +131,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     log_level: Annotated[LogLevel, Meta(description="Least urgent log line to print.")] = "info"
     classes: Classes = Classes()
+    derail: DerailRules = DerailRules()
 
     def __post_init__(self) -> None:
         if self.redis_url is not None and not re.match(r"(unix|rediss?)://.", self.redis_url):

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
+from .derail_figures import DerailFigures
 from .engine_figures import OTHER, EngineFigures, EngineSample
 from .flow_figures import FlowFigures
 from .quantiles import QUANTILES, Ring
@@ -166,6 +167,7 @@ class Instruments:
         self.registry.register(self._workers)
         self.registry.register(self._engines)
         self.flow = FlowFigures(self.registry)
+        self.derail = DerailFigures(self.registry)
         by_place = ["engine", "worker"]
         self._histograms = {
             quantity.name: Histogram(
@@ -252,7 +254,7 @@ class Instruments:
 
     def _reason(self, reason: str) -> str:
         if not reason.startswith("failed_"):
-            return reason if reason in ("stop", "length", "cancelled") else OTHER
+            return reason if reason in ("stop", "length", "derailed", "cancelled") else OTHER
         known = reason in self._failures
         if not known and (len(self._failures) >= MAX_FAILURES or not _KIND.fullmatch(reason)):
             return "failed_other"

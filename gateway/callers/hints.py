@@ -48,6 +48,7 @@ class Hints:
     flow_class: FlowClass | None = None  # None: not told, so what the caller's token says
     priority: int = 0
     expected_output_tokens: int | None = None  # None: not told
+    is_unattended: bool = False
 
 
 NO_HINTS = Hints()
@@ -94,6 +95,7 @@ def read_hints(headers: Mapping[str, str], request: CommonRequest) -> Hints:
         fork_tokens=_whole_number(headers, "X-Tetrarch-Fork", told.fork_tokens or 0),
         expects=_name(headers, "X-Tetrarch-Expects", "tetrarch.expects", told.expects),
         is_final=_is_final(headers, told),
+        is_unattended=_is_told(headers, "X-Tetrarch-Unattended", told=told.unattended) or False,
         retain=_retain(headers, told.retain),
         explain=bool(told.explain),
         flow_class=_class(headers, told.flow_class),
@@ -205,14 +207,19 @@ def _whole_number(headers: Mapping[str, str], header: str, told: int) -> int:
 
 
 def _is_final(headers: Mapping[str, str], told: HintFields) -> bool:
-    text = headers.get("X-Tetrarch-Final", "").strip().lower()
+    is_told = _is_told(headers, "X-Tetrarch-Final", told=told.final)
+    if is_told is not None:
+        return is_told
+    return headers.get("x-dynamo-session-final", "").strip().lower() in ("true", "1")
+
+
+def _is_told(headers: Mapping[str, str], header: str, *, told: bool | None) -> bool | None:
+    text = headers.get(header, "").strip().lower()
     if text in ("true", "1", "false", "0"):
         return text in ("true", "1")
     if text:
-        raise bad_field("X-Tetrarch-Final", text, remedy="'true' or 'false'")
-    if told.final is not None:
-        return told.final
-    return headers.get("x-dynamo-session-final", "").strip().lower() in ("true", "1")
+        raise bad_field(header, text, remedy="'true' or 'false'")
+    return told
 
 
 def _retain(headers: Mapping[str, str], told: Retain | None) -> Retain:

@@ -147,6 +147,7 @@ class Answer:
                 self.turn_end = self._unless_short(event)
             case RunEnded():
                 self.run_end = event
+                self.turn_end = self._unless_stopped()
                 return self._add(self._reader.end()) if self.is_read else []
         return []
 
@@ -188,6 +189,14 @@ class Answer:
             return end
         message = f"Of {num_counted} generated tokens {len(self.token_ids)} arrived. Send the call again."
         return Failed(error="gap", message=message, retryable=True, usage=end.usage, timings=end.timings)
+
+    def _unless_stopped(self) -> TurnEnd | None:
+        """A detector of the gateway has ended the run: what there is of the last turn is the answer."""
+        end = self.turn_end
+        is_stopped = self.run_end is not None and self.run_end.state == "derailed"
+        if is_stopped and isinstance(end, Finished | Cancelled):
+            return Finished(reason="derailed", usage=end.usage, timings=end.timings)
+        return end
 
     def _feed_tokens(self, event: Tokens) -> list[Part]:
         self.token_ids.extend(unpack_token_ids(event.token_ids))

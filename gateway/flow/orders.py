@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.callers.hints import NO_HINTS, Hints, Names
+from gateway.derail.tool_loops import PastCall
 from workers.messages import EngineInfo, Grammar, Sampling, Submit
 
 from .classes import NORMAL, FlowHints
@@ -30,6 +31,7 @@ class Order:
     generated_tokens: int = 0  # as in Submit
     grammar: Grammar | None = None  # as in Submit
     stops_derailed: bool = True  # as in Submit
+    past_calls: tuple[PastCall, ...] = ()  # that its prompt's messages tell of
     flow: FlowHints = NORMAL
     prefers: str = ""  # the engine that holds the prompt's head; it goes there unless that costs seconds
     request: bytes = b"\xc0"  # one msgpack value: what a resuming gateway needs to shape the answer

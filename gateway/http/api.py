@@ -47,6 +47,7 @@ class HintFields(Struct, frozen=True, kw_only=True):
     flow_class: FlowClass | None = field(name="class", default=None)
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     expected_output_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    unattended: bool | None = None  # nobody watches: a run that goes astray may be stopped
 
 
 class CommonRequest(Struct, frozen=True, kw_only=True):

@@ -59,6 +59,7 @@ REMEDIES = {
     "fork_tokens": "the number of the prompt's first tokens that are the parent's: a whole number from 0",
     "expects": "the name of the tool whose result comes next: a string",
     "final": "true or false",
+    "unattended": "true or false",
     "retain": "'session', 'ephemeral' or 'pin'",
     "explain": "true or false",
     "class": "'system', 'interactive', 'default' or 'bulk'",

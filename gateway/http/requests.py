@@ -15,6 +15,7 @@ import structlog
 
 from gateway.aliases import DEFAULT_MODEL, Aliases
 from gateway.callers.hints import Caller
+from gateway.derail.tool_loops import PastCall, past_calls
 from gateway.dialects.answer import Answer, AnswerShape
 from gateway.errors import InvalidField, NoEngine, context_exceeded
 from gateway.flow.directory import Directory, EngineView
@@ -101,10 +102,20 @@ async def prepare_chat(
     )
     order = _order(request, caller, engine, prompt.token_ids, top_logprobs, shape)
     order = replace(
-        order, system_tokens=prompt.system_tokens, turn_tokens=prompt.turn_tokens, grammar=grammar
+        order,
+        system_tokens=prompt.system_tokens,
+        turn_tokens=prompt.turn_tokens,
+        grammar=grammar,
+        past_calls=await _past_calls(request),
     )
     schema = b"" if wants.answer is None else msgspec.json.encode(wants.answer.schema)
     return Prepared(order, prompts, prompt.place, caller.scope, schema)
+
+
+async def _past_calls(request: ChatRequest) -> tuple[PastCall, ...]:
+    if is_small(request.raw_messages):
+        return past_calls(request.raw_messages)
+    return await asyncio.to_thread(past_calls, request.raw_messages)
 
 
 async def wants_in(request: ChatRequest, read: Callable[[ChatRequest], Wants]) -> Wants:

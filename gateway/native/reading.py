@@ -38,6 +38,7 @@ _HINTS = {
     "flow_class": "class",
     "priority": "priority",
     "expected_output_tokens": "expected_output_tokens",
+    "unattended": "unattended",
 }
 """Fields of a run that a chat request tells in `tetrarch`, with their names there."""
 

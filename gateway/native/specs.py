@@ -69,6 +69,7 @@ async def spec_of(request: web.Request, asked: AskedRun, point: ForkPoint | None
         expected_output_tokens=hints.expected_output_tokens or 0,
         retain=hints.retain,
         is_final=hints.is_final,
+        is_unattended=hints.is_unattended,
         expects=hints.expects,
     )
 

@@ -82,6 +82,7 @@ class RunRequest(ChatRequest, frozen=True, kw_only=True):
     hold_ms: Milliseconds | None = None  # how long a paused run's pages are kept
     on_end: OnEnd = "complete"
     derail: OnDerail = "stop"
+    unattended: bool | None = None  # nobody watches: what detectors find critical ends it
     retain: Retain | None = None
     final: bool | None = None
     expects: str | None = None
@@ -188,6 +189,7 @@ REMEDIES = {
     "orphan": "'cancel', 'continue' or 'pause'",
     "on_end": "'complete' or 'await_input'",
     "derail": "'stop' or 'report'",
+    "unattended": "true or false",
     "label": f"a string of at most {MAX_LABEL_CHARS} characters",
     "metadata": f"an object of at most {MAX_METADATA} strings of at most {MAX_METADATA_CHARS} characters",
     "result_schema": "a JSON schema: an object",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from workers.messages import (
     RUN_END_ID,
     RUNS_LIVE_KEY,
     Cancel,
-    Derail,
     Pause,
     RunEnded,
     Started,
@@ -31,7 +30,8 @@ from workers.messages import (
     run_events_key,
 )
 
-from .commands import Answered, Command, ForkRun
+from .astray import Astray
+from .commands import Answered, ForkRun
 from .ends import Told
 from .event_ids import StreamGap, follows, id_pair
 from .events import AnyEvent, decode, run_commands_key
@@ -51,9 +51,6 @@ GATEWAY_LOST = "The gateway that took this call stopped before it was sent to an
 MakeChild = Callable[[ForkRun, Run, bytes], Awaitable[None]]
 """Starts the child of a run behind these tokens of it, unless it is there. Raises GatewayError."""
 
-Watcher = Callable[[Run, RunEvent], Sequence[Command | Derail]]
-"""Hears each event of a run of ours, as a detector does: what it wants done, and what it has found."""
-
 log = structlog.get_logger(__name__)
 
 
@@ -63,11 +60,11 @@ class Driver:
     def __init__(self, bus: Bus, places: Places, keeper: Keeper, tasks: Tasks, make_child: MakeChild) -> None:
         self.runs: dict[str, Run] = {}
         self.on_turn_end: list[Callable[[Run], None]] = []
-        self.watchers: list[Watcher] = []
         self.is_closed = False  # sends nothing more
         self.make_child = make_child
         self.telling = Telling(bus, keeper, tasks)
         self.turns = Turns(bus, places, keeper, self)
+        self.astray = Astray(bus, self)
         self._bus = bus
         self._places = places
         self._keeper = keeper
@@ -106,6 +103,7 @@ class Driver:
         async with run.lock:
             while run.is_ours and run.run_id in self.runs and not self.is_closed:
                 await self._keep(run)
+                await self.astray.examine(run)
                 step = next_step(run.view(time.time()))
                 if step is None or not await self._take_step(run, step):
                     return
@@ -364,28 +362,13 @@ class Driver:
                 with self._border:
                     listener(run)
         if run.is_ours:
-            self._tell(run, entry)
+            self.astray.hear(run, entry)
+            self.telling.tell(run, entry)
         if isinstance(entry.event, Started) and entry.event.missed is not None:
             missed = entry.event.missed
             log.info(
                 "prefix_missed", cause=missed.cause, tokens=missed.recomputed_tokens, position=missed.position
             )
-
-    def _tell(self, run: Run, entry: RunEvent) -> None:
-        for watcher in self.watchers:
-            with self._border:
-                for wanted in watcher(run, entry):
-                    if isinstance(wanted, Derail):
-                        run.derail = wanted
-                    else:
-                        self.spawn(run, self._want(run, wanted))
-        self.telling.tell(run, entry)
-
-    async def _want(self, run: Run, command: Command) -> None:
-        """Records what a watcher wants, and does it."""
-        with contextlib.suppress(BusLost, StreamGone):
-            await self._bus.send(run_commands_key(run.run_id), encode(command))
-            await self.look(run)
 
     async def clear(self, run_id: str) -> None:
         """An ended run leaves the list of live ones; its events stay for an hour. Safe to repeat."""

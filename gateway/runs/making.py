@@ -141,4 +141,5 @@ def spec_of(order: Order) -> RunSpec:
         model=order.engine.info.model_id,
         flow_class=flow.flow_class,
         priority=flow.priority,
+        is_unattended=order.hints.is_unattended,
     )

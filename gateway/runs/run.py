@@ -54,7 +54,9 @@ class Run:
     cancelled_attempt: int | None = None  # the attempt whose engine was sent a Cancel
     paused_attempt: int | None = None  # ... a Pause
     kept_attempt: int | None = None  # the attempt up to which ids and counts are kept
-    derail: Derail | None = None  # what a detector here has found
+    derail: Derail | None = None  # what a detector here has found, until it is in the stream
+    stopped_by: CancelRun | None = None  # a detector's
+    examined_turn: int | None = None  # the last ended turn that detectors have seen
     untold: list[tuple[str, bytes]] = field(default_factory=list)  # event id, line: for the session's log
     is_flushing: bool = False  # they will be written in a moment
     noted: tuple[str, Usage] | None = None  # in the list of runs
@@ -99,9 +101,16 @@ class Run:
     def left(self) -> Left:
         """What is still wanted of it."""
         left = self.wishes.left(self.state.obeyed)
-        if self.cancel_requested and not left.cancels_now:
-            left = replace(left, cancel=CancelRun(command=""))
+        if not left.cancels_now and (self.cancel_requested or self.stopped_by is not None):
+            left = replace(left, cancel=self.stopped_by or CancelRun(command=""))
         return left
+
+    @property
+    def untold_derail(self) -> Derail | None:
+        """What was found here, or what a gateway that is gone had found when it asked for the run's end."""
+        cancel = self.left.cancel
+        before = cancel.derail if cancel is not None and self.state.derail is None else None
+        return self.derail or before
 
     def accounts(self) -> Accounts:
         """What it has spent, and its tree."""

@@ -85,6 +85,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     on_end: OnEnd = "complete"
     result_schema: bytes = b""  # checked JSON schema of the result, as its body may tell it too; b"": none
     derail: OnDerail = "stop"
+    is_unattended: bool = False  # nobody watches: what detectors find critical ends it
     retain: Retain = "session"
     is_final: bool = False
     expects: str = ""

@@ -149,6 +149,8 @@ def advance(state: RunState, entry_id: str, event: AnyEvent) -> RunState:
             return _by_gateway(replace(state, attempt=id_pair(entry_id)[0]), event)
         case RunEnded():
             return replace(state, phase=Phase.ENDED, ended=event)
+        case Derailed(what=what):  # by the engine, or by a gateway behind the turn's end
+            return replace(state, attempt=id_pair(entry_id)[0], derail=what)
     return _by_engine(state, event)
 
 
@@ -204,7 +206,7 @@ def _reopened(state: RunState) -> RunState:
     )
 
 
-def _by_engine(state: RunState, event: Started | Progress | Derailed) -> RunState:
+def _by_engine(state: RunState, event: Started | Progress) -> RunState:
     match event:
         case Started(cached_tokens=cached, worker=worker):
             return replace(
@@ -212,8 +214,6 @@ def _by_engine(state: RunState, event: Started | Progress | Derailed) -> RunStat
             )
         case Progress(processed_tokens=processed):
             return replace(state, processed_tokens=processed)
-        case Derailed(what=what):
-            return replace(state, derail=what)
 
 
 def _generated(state: RunState, entry_id: str, num_tokens: int) -> RunState:

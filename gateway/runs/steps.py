@@ -184,6 +184,8 @@ def _finished(view: View) -> Step:
     goes_on = calls or bool(left.steers) or spec.on_end == "await_input"
     if left.forks_now:
         return Fork()
+    if (stopped := _cancel_end(left)) is not None:
+        return End(stopped)
     if view.over is not None and goes_on:
         return End(view.over)
     if left.cancel is not None and goes_on:

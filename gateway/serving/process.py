@@ -20,6 +20,7 @@ from aiohttp import web
 
 from gateway.bus import Bus, BusLost
 from gateway.callers.tokens import TokenStore
+from gateway.derail.watching import Watching
 from gateway.flow.directory import Directory
 from gateway.flow.places import Places
 from gateway.http.app import build_app
@@ -137,6 +138,7 @@ async def run_gateway(
     runs = Runs(bus, directory, places=places, store=store)
     caretaker = Caretaker(bus, directory, runs)
     runs.on_turn_end.append(turn_observer(instruments))
+    Watching(settings.derail, runs, directory, instruments.derail).begin()
     tokens = TokenStore(tokens_file(settings, home))
     app = build_app(
         in_force(settings, home, bus_url, listener),

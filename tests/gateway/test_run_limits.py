@@ -129,7 +129,7 @@ async def test_a_watcher_can_stop_a_run_that_goes_astray(valkey: ValkeyServer) -
         return [found, CancelRun(command=f"watch-{run.run_id}", derail=found)] if is_due else []
 
     async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
-        gate.runs.watchers.append(watch)
+        gate.runs.astray.watchers.append(watch)
         engine.allowed = 5
         run_id = await gate.runs.create(spec())
         state = await ended(gate, run_id)
