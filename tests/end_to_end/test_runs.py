@@ -97,6 +97,38 @@ async def test_forks_and_a_steer_go_on_from_what_the_parent_has_computed(caller:
     assert (await caller.reaches(parent, "cancelled", "completed"))["usage"]["completion_tokens"] > 0
 
 
+async def test_forks_at_checkpoints_compute_nothing_of_their_parents(caller: Caller) -> None:
+    messages = [{"role": "system", "content": words(6, 1500)}, {"role": "user", "content": words(7, 900)}]
+    parent = await caller.create("", input=None, messages=messages)
+    await caller.reaches(parent, "decoding")
+    await caller.post(f"/{parent}/pause")
+    paused = await caller.get(parent)
+    assert [point["name"] for point in paused["checkpoints"]] == ["system", "prompt", "pause"]
+    await forks_at_all(caller, parent, paused)
+    await caller.post(f"/{parent}/resume")
+    whole = await caller.reaches(parent, "completed")
+    await forks_at_all(caller, parent, whole)
+    assert {point["name"] for point in whole["checkpoints"]} == {"system", "prompt", "pause", "turn"}
+    token = whole["checkpoints"][1]["token"] - 300
+    child = await fork(caller, parent, {"token": token})
+    assert 0 < child["recomputed_tokens"] <= token - whole["checkpoints"][0]["token"]
+
+
+async def forks_at_all(caller: Caller, parent: str, told: dict[str, Any]) -> None:
+    """Each child finds all of its parent's, by what the engine says of it."""
+    for point in told["checkpoints"]:
+        forked = await fork(caller, parent, {"checkpoint": point["name"]})
+        assert (forked["parent_tokens"], forked["recomputed_tokens"]) == (point["token"], 0), point
+        child = await caller.reaches(forked["id"], "completed")
+        usage = child["usage"]
+        assert usage["cached_tokens"] >= point["token"] - 1
+
+
+async def fork(caller: Caller, parent: str, at: dict[str, Any]) -> dict[str, Any]:
+    body = {"input": words(8, 20), "max_tokens": 5, "temperature": 0, "logit_bias": NO_MARKERS}
+    return await caller.post(f"/{parent}/fork", at=at, **body)
+
+
 async def test_a_killed_gateways_runs_go_on_at_the_next(served: Served, caller: Caller) -> None:
     ids = [await caller.create(words(seed, 600), 400) for seed in (3, 4)]
     paused = await caller.create(words(5, 600), 400)
