@@ -14,7 +14,7 @@ from .counters import EngineCounts
 from .drafting import Drafter
 from .errors import SettingsError, TurnRefused
 from .line import LineRules
-from .messages import Cancel, CancelAgents, Failed, Pause, Submit
+from .messages import Cancel, CancelAgents, Failed, Note, Pause, Submit
 from .pace import Pace, PaceLimits
 from .plan import GrammarSource, Runner, StepPlan, StepResult
 from .scheduler import Scheduler
@@ -106,6 +106,10 @@ class Engine:
     def pause(self, pause: Pause) -> None:
         """End an attempt now, to be sent on later; its Paused is among the next step's events."""
         self._scheduler.pause(pause, self._clock())
+
+    def note(self, note: Note) -> None:
+        """Tell what a gateway has found of a turn among the next step's events."""
+        self._scheduler.note(note)
 
     def cancel_agents(self, cancel: CancelAgents) -> None:
         """End every turn of an agent and of its descendants now."""

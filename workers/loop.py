@@ -23,6 +23,7 @@ from .messages import (
     EngineInfo,
     EngineStats,
     Failed,
+    Note,
     Pause,
     Submit,
     ToEngine,
@@ -57,6 +58,7 @@ class StepEngine(Protocol):
     def cancel(self, cancel: Cancel) -> None: ...
     def pause(self, pause: Pause) -> None: ...
     def cancel_agents(self, cancel: CancelAgents) -> None: ...
+    def note(self, note: Note) -> None: ...
     def step(self) -> list[TurnEvent]: ...
     def rest(self) -> None: ...
     def abandon(self) -> None: ...
@@ -153,6 +155,8 @@ class EngineLoop:
                 self._engine.submit(message)
             elif isinstance(message, Cancel):
                 self._engine.cancel(message)
+            elif isinstance(message, Note):
+                self._engine.note(message)
             else:
                 self._engine.pause(message)
 

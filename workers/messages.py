@@ -180,7 +180,18 @@ class CancelAgents(Message, frozen=True, kw_only=True):
     agent: str = ""
 
 
-ToEngine = Submit | Pause | Cancel | CancelAgents
+class Note(Message, frozen=True, kw_only=True):
+    """What a gateway has found of a turn, for the engine to tell among the turn's events, in its order.
+
+    Harmless for an unknown or ended turn.
+    """
+
+    run_id: str
+    attempt: int
+    what: Derail
+
+
+ToEngine = Submit | Pause | Cancel | CancelAgents | Note
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

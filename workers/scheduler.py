@@ -22,8 +22,10 @@ from .line import Line, LineRules
 from .messages import (
     Cancel,
     CancelAgents,
+    Derailed,
     Failed,
     Missed,
+    Note,
     Pause,
     Started,
 )
@@ -101,6 +103,12 @@ class Scheduler:
             if turn.started_at is None:
                 self.pins.prolong(pause.run_id, now + seconds)
             self._turns.pause(turn, seconds, now)
+
+    def note(self, note: Note) -> None:
+        """Tell what a gateway has found of a turn. Nothing for an unknown or ended one."""
+        turn = self._turns.find(note.run_id, note.attempt)
+        if turn is not None:
+            self._turns.tell(turn, Derailed(what=note.what))
 
     def cancel_agents(self, cancel: CancelAgents, now: float) -> None:
         """End the turns of one agent and of all its descendants, and let go of what they keep."""

@@ -37,6 +37,11 @@ CRITICAL_STALLS = 4
 """A stall of so many times `stall_seconds` is critical."""
 MAX_EXCERPT_CHARS = 200
 
+_TEXT_LOOPS = {("text_loop", severity) for severity in ("warning", "critical")}
+_TOOL_LOOPS = {
+    (kind, severity) for kind in ("tool_repeat", "tool_cycle") for severity in ("warning", "critical")
+}
+
 log = structlog.get_logger(__name__)
 
 
@@ -62,12 +67,17 @@ class _Watched:
     """A run of this gateway."""
 
     turn: _Turn
-    told: set[tuple[str, str]] = field(default_factory=set)  # kinds and severities
+    told: set[tuple[str, str]] = field(default_factory=set)  # kinds and severities: each once
     calls: list[PastCall] = field(default_factory=list)  # of its own turns that are over
     asked: list[dict[str, Any]] = field(default_factory=list)  # the last one's calls, as a message has them
     num_turns: int = 0  # that are in these
     heard_at: float = 0.0
     num_steps: int | None = None  # of its engine by then
+
+    def begin_turn(self, turn: _Turn) -> None:
+        """Anew, but for the calls."""
+        self.turn = turn
+        self.told &= _TOOL_LOOPS
 
     def go_on(self, run_id: str, added: Sequence[bytes], said: Said) -> None:
         """One more turn is over: what opened it has the results of the calls before it."""
@@ -110,14 +120,15 @@ class Watching:
     def hear(self, run: Run, entry: RunEvent) -> Wanted:
         """One more event of a run of ours."""
         watched = self._watched_of(run)
-        watched.heard_at, watched.num_steps = self._clock(), None
+        if not isinstance(entry.event, Derailed):
+            watched.heard_at, watched.num_steps = self._clock(), None
         match entry.event:
             case Tokens() as tokens:
                 return self._hear_tokens(run, watched, tokens)
             case TurnOpened():
-                watched.turn = self._fresh_turn()
-            case Derailed(what=what) if run.state.turn_end is None:  # an engine's word; ours come behind
-                watched.told |= {("text_loop", "warning"), ("text_loop", "critical")}  # it is the same
+                watched.begin_turn(self._fresh_turn())
+            case Derailed(what=what) if (what.derail, what.severity) not in watched.told:  # the engine's own
+                watched.told |= {(what.derail, what.severity), *_TEXT_LOOPS}  # which it is as well
                 self._note(what, "stop" if _may_stop(run) else "report")
             case RunEnded():
                 del self._watched[run.run_id]
@@ -169,6 +180,7 @@ class Watching:
         before = run.order.past_calls if run.order is not None else ()
         loop = tool_loop([*before, *watched.calls], asked_calls(said.calls), self._rules)
         if loop is None:
+            watched.told -= _TOOL_LOOPS
             return []
         call = next(call for call in reversed(said.calls) if call.is_whole)
         excerpt = f"{call.name}({call.arguments})"[:MAX_EXCERPT_CHARS]
@@ -209,14 +221,14 @@ class Watching:
     # What was found.
 
     def _found(self, run: Run, found: Derail) -> list[Command | Derail]:
-        """Each kind is told once by its severity; a note, too."""
+        """Tells it unless it is known."""
         told = self._watched_of(run).told
         if (found.derail, found.severity) in told:
             return []
         told.add((found.derail, found.severity))
         action = action_for(found, run.state.spec, self._rules, may_stop=_may_stop(run))
         self._note(found, action)
-        command = f"derail-{found.derail}-{found.severity}"
+        command = f"derail-{found.derail}-{found.severity}-{run.state.turn}"
         match action:
             case "stop":
                 return [found, CancelRun(command=command, derail=found)]

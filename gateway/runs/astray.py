@@ -1,6 +1,7 @@
 """Runs that go astray: who looks after them, and what becomes of what they find. Judges nothing itself.
 
-A finding is written into the run's stream at the turn's end: before that the stream is the engine's.
+A finding comes into the run's stream by way of the engine while that has the turn. What has not come by the
+turn's end is written here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gateway.bus import Bus, BusLost, StreamGone
 from gateway.tasks import Border
-from workers.messages import Derail, Derailed, encode
+from workers.messages import Derail, Derailed, Note, encode, inbox_key
 
 from .commands import CancelRun, Command
 from .events import run_commands_key
@@ -43,6 +44,8 @@ class Astray:
 
     def hear(self, run: Run, entry: RunEvent) -> None:
         """One more event of a run of ours."""
+        if isinstance(entry.event, Derailed) and entry.event.what == run.derail:
+            run.derail = None
         for watcher in self.watchers:
             with self._border:
                 self.heed(run, watcher(run, entry))
@@ -63,6 +66,8 @@ class Astray:
         for one in wanted:
             if isinstance(one, Derail):
                 run.derail = _worse(run.derail, one)
+                if run.state.is_on_engine:
+                    self._driver.spawn(run, self._tell_engine(run, one))
                 continue
             if isinstance(one, CancelRun) and one.derail is not None:
                 run.stopped_by = one  # at once; what is recorded is for a gateway that takes over
@@ -73,6 +78,12 @@ class Astray:
             await self._bus.send(run_commands_key(run.run_id), encode(command))
             await self._driver.look(run)
 
+    async def _tell_engine(self, run: Run, found: Derail) -> None:
+        """The stream is the engine's while it has the turn."""
+        note = Note(run_id=run.run_id, attempt=run.state.attempt, what=found)
+        with contextlib.suppress(BusLost):  # then it is written at the turn's end
+            await self._bus.send(inbox_key(run.state.engine_id or ""), encode(note))
+
     async def _write(self, run: Run) -> None:
         found = run.untold_derail
         if found is None:
@@ -82,7 +93,7 @@ class Astray:
             return Derailed(what=found) if state.phase is Phase.TURN_ENDED else None
 
         if await self._driver.write(run, make):
-            run.derail, run.kept_attempt = None, run.state.attempt
+            run.kept_attempt = run.state.attempt
 
 
 def _worse(one: Derail | None, other: Derail) -> Derail:

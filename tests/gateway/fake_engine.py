@@ -20,11 +20,13 @@ from workers.messages import (
     Cancel,
     CancelAgents,
     Cancelled,
+    Derailed,
     EngineInfo,
     EngineStats,
     Event,
     Finished,
     KVFacts,
+    Note,
     Pause,
     Started,
     Submit,
@@ -229,12 +231,20 @@ class FakeEngine:
                         task.add_done_callback(running.discard)
                     elif isinstance(message, Cancel | Pause):
                         self._receive(message)
+                    elif isinstance(message, Note):
+                        await self._tell(message)
                     elif isinstance(message, CancelAgents):
                         self.agent_cancels.append(message)
 
     async def _run(self, turn: Turn) -> None:
         turn.has_begun = True
         await self.script(self, turn)
+
+    async def _tell(self, note: Note) -> None:
+        for turn in self.turns:
+            here = (turn.submit.run_id, turn.submit.attempt) == (note.run_id, note.attempt)
+            if here and not turn.has_ended:
+                await self.write(turn, Derailed(what=note.what))
 
     def _receive(self, message: Cancel | Pause) -> None:
         if isinstance(message, Cancel):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes import FakeModel, fake_submit
 from tests.workers.engine_bench import Bench, prompt_of, resumed
-from workers.messages import Derail, Derailed, Finished, Pause, Paused, Tokens
+from workers.messages import Derail, Derailed, Finished, Note, Pause, Paused, Tokens
 from workers.plan import RowSampling
 
 
@@ -119,3 +119,22 @@ def test_a_next_turn_goes_on_from_what_a_derailed_one_left() -> None:
     prompt = list(array("I", first.token_ids)) + generated[:-1]
     bench.ask("two", [*prompt, 1, 2], max_tokens=4)
     assert bench.started("two").cached_tokens == len(prompt)
+
+
+def test_what_a_gateway_has_found_is_told_in_the_turns_own_order_and_of_no_ended_turn() -> None:
+    bench = bench_of(b"words that go on and on")
+    what = Derail(derail="stall", severity="warning", first_token=2)
+    bench.engine.submit(fake_submit("one", prompt_of(20), max_tokens=9))
+    while len(bench.token_ids("one")) < 3:
+        bench.step()
+    bench.engine.note(Note(run_id="one", attempt=1, what=what))
+    bench.run()
+    for attempt in (1, 2):
+        bench.engine.note(Note(run_id="one", attempt=attempt, what=what))
+    bench.engine.note(Note(run_id="another", attempt=1, what=what))
+    bench.run()
+    events = bench.events["one"]
+    assert [event for event in events if isinstance(event, Derailed)] == [Derailed(what=what)]
+    end = bench.end("one")
+    assert isinstance(end, Finished) and end.reason == "length" and events[-1] is end
+    assert bench.engine.stats().num_derailed == {}  # the engine counts what it sees itself
