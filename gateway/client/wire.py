@@ -99,6 +99,7 @@ class Wire:
                 params=_params(query),
                 headers={"Accept": "text/event-stream", "Last-Event-ID": after},
                 timeout=timeout,
+                allow_redirects=False,
             ) as response:
                 if response.status not in (200, 204):
                     raise await _refused(response)
@@ -122,6 +123,7 @@ class Wire:
                 data=ask.body,
                 headers=headers,
                 timeout=timeout,
+                allow_redirects=False,
             ) as response:
                 if not 200 <= response.status < 300:
                     raise await _refused(response)
