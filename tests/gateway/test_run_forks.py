@@ -27,6 +27,7 @@ async def test_a_fork_of_a_running_parent_leaves_at_a_border_and_the_parent_goes
         parent = await gate.runs.create(spec(session="s", agent="a"))
         await generated(gate, parent, 6)
         computed = engine.num_computed
+        engine.seconds_per_token = 0.03  # it is still at work when the fork comes
         engine.allowed = 100
         forked = await gate.runs.fork(ForkPoint(run=parent), spec("Now you"), command="f")
         assert forked.recomputed_tokens == 0

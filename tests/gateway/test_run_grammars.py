@@ -88,8 +88,8 @@ async def test_an_answer_that_was_paused_twice_goes_on_in_its_grammar(
             await gate.runs.pause(run_id)
             assert (await gate.runs.resume(run_id)).recomputed_tokens == 0
         await generated(gate, run_id, 9)
-        engine.allowed = None
         await gate.runs.pause(run_id)
+        engine.allowed = None
         await gate.runs.resume(run_id)
         state = await ended(gate, run_id)
         assert_adds_up(valkey, run_id, state)
