@@ -20,7 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError, WatchError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from workers.messages import EVENT_FIELD, KEY_PREFIX, LEASE_SECONDS, gateway_lease_key
+from workers.messages import EVENT_FIELD, KEY_PREFIX, LEASE_SECONDS, RUN_END_ID, gateway_lease_key
 
 from .follower import QUEUE_ENTRIES as QUEUE_ENTRIES
 from .follower import BusLost as BusLost
@@ -138,7 +138,7 @@ class Bus:
     ) -> AsyncGenerator[list[Entry], None]:
         """The same, some at a time: who makes something of them does not hold up all others."""
         left = sys.maxsize if count is None else count
-        while left > 0:
+        while left > 0 and after != RUN_END_ID:  # behind the largest id there is the store does not look
             most = min(left, PAGE_ENTRIES)
             found = await self.answered(self.commands.xrange(key, min=f"({after}", count=most))
             if found:

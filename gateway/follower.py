@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 QUEUE_ENTRIES = 256
 """A follower further behind than this reads on by itself; one XREAD brings as many of a stream at most."""
 
-MOST_AT_ONCE = 32
-"""So many entries are handed out without a pause: others on the event loop have waited a few milliseconds."""
+MOST_AT_ONCE = 8
+"""So many entries are handed out without a pause: others on the event loop have waited some milliseconds."""
 
 
 class BusLost(NoEngine):

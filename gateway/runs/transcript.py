@@ -131,10 +131,3 @@ class Transcript:
 def whole_calls(said: Said) -> int:
     """How many calls may be obeyed."""
     return sum(call.is_whole for call in said.calls)
-
-
-def transcript(entries: Iterable[tuple[str, bytes]]) -> Transcript:
-    """Of encoded (id, message) pairs."""
-    told = Transcript()
-    told.advance_over(entries)
-    return told

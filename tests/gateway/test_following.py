@@ -10,6 +10,7 @@ from gateway.bus import PAGE_ENTRIES, Entry
 from gateway.follower import MOST_AT_ONCE
 from gateway.following import Positions
 from tests.conftest import ValkeyServer
+from workers.messages import RUN_END_ID
 
 from .bus_fixture import connected
 
@@ -48,6 +49,15 @@ async def test_long_streams_come_page_by_page(valkey: ValkeyServer) -> None:
             f"1-{num_entries}"
         ]
         assert await bus.read("no such stream", "0-0") == []
+
+
+async def test_a_page_that_ends_with_a_run_is_the_last_one(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as bus:
+        for number in range(PAGE_ENTRIES - 1):
+            await bus.append("stream", f"1-{number + 1}", b"", create=True)
+        await bus.append("stream", RUN_END_ID, b"end")
+        assert len(await bus.read("stream", "0-0")) == PAGE_ENTRIES
+        assert await bus.read("stream", RUN_END_ID) == []
 
 
 async def test_a_reader_with_many_entries_before_it_leaves_the_loop_to_others(valkey: ValkeyServer) -> None:

@@ -13,7 +13,7 @@ from gateway.errors import GatewayError
 from gateway.runs.commands import ToolOutput
 from gateway.runs.spec import ForkPoint
 from gateway.runs.state import RunState, fold
-from gateway.runs.transcript import transcript
+from gateway.runs.transcript import Transcript
 from tests.conftest import ValkeyServer
 from workers.messages import EVENT_FIELD, RUNS_LIVE_KEY, RunEnded, run_events_key
 
@@ -67,7 +67,8 @@ def check(valkey: ValkeyServer, run_id: str) -> RunState:
     entries = entries_of(valkey, run_id)
     state = fold(entries)
     assert state == fold(entries[7:], fold(entries[:7]))
-    told = transcript(entries)
+    told = Transcript()
+    told.advance_over(entries)
     assert sum(len(turn.ids) // 4 for turn in told.turns) == state.usage.completion_tokens == state.num_tokens
     assert len(told.turns) == state.turn
     assert state.ended is not None
