@@ -143,7 +143,7 @@ class Texts:
 
     def count(self, text: str) -> int:
         """Its tokens."""
-        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _draw(self, num_words: int) -> str:
         pieces = []

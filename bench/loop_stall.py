@@ -60,7 +60,7 @@ async def tokenising(
 ) -> None:
     """Each API with a prompt that nobody has seen, with the same again, and with messages more."""
     for api in apis:
-        said = make()
+        said = await asyncio.to_thread(make)
         name = "one text" if len(said) == 1 else f"{len(said)} messages"
         await seen.watch(f"{api.name}: {name}, cold", ask(session, api, said))
         await seen.watch(f"{api.name}: {name}, warm", ask(session, api, said))
@@ -114,9 +114,9 @@ async def measure(options: argparse.Namespace) -> Measured:
     def script(submit: Submit) -> Script:
         text = tokenizer.decode(_ids(submit.token_ids[-240:]))
         if "Write a long one." in text:
-            return Script(pieces, 0.002, num_together=64)
+            return Script(pieces, 0.004, num_together=64)
         if "Say many." in text:
-            return Script(pieces[:NUM_EVENTS], 0.0004)
+            return Script(pieces[:NUM_EVENTS], 0.001)
         return Script(pieces[:SHORT], 0.001)
 
     with gateway(pins=False, probe=["--where"] if options.where else []) as (served, bus_url):

@@ -21,7 +21,6 @@ from gateway.text.tokenizer import pack_token_ids
 from workers.messages import (
     ENGINES_KEY,
     EVENT_FIELD,
-    LEASE_SECONDS,
     EngineInfo,
     EngineStats,
     Event,
@@ -46,6 +45,9 @@ from workers.messages import (
 ENGINE, DIGEST, MODEL = "bench", "bench-digest", "scripted"
 CONTEXT = 262_144
 WORKERS = 512
+LEASE_SECONDS = 30
+"""Long: making texts may hold up this process."""
+
 STAMP = "@"
 """What a stamped piece begins with: the nanoseconds of `time.monotonic_ns` at which it was written."""
 
@@ -128,8 +130,8 @@ class ScriptedEngine:
 
     async def _renew(self) -> None:
         while True:
-            await self._client.set(engine_lease_key(ENGINE), "1", px=int(LEASE_SECONDS * 1000))
-            await asyncio.sleep(LEASE_SECONDS / 3)
+            await self._client.set(engine_lease_key(ENGINE), "1", ex=LEASE_SECONDS)
+            await asyncio.sleep(1)
 
     async def _read(self) -> None:
         position = "0"
