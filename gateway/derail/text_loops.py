@@ -1,7 +1,7 @@
 """Text that says the same again and again, though not token by token: counters and the like may differ.
 
-A pure fold over one answer's text, the same at every split of it. Each character is looked at once, and what
-is remembered is bounded by `chunk_distance`. Knows no tokens.
+A pure fold over one answer's text, the same at every split of it. Each character is read once, and what is
+remembered is bounded by `chunk_distance`. Knows no tokens.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ LEAST_LETTERS = 0.75
 MAX_EXCERPT_CHARS = 200
 
 _FENCE = re.compile(r"\s{0,3}(?:```|~~~)")
+_BORDER = re.compile(r"[^0-9A-Za-z]")
+"""Where chunks end: behind words, and behind each character of scripts that write none apart."""
 _NO_PROSE = re.compile(
     r"""\s*(?:[-*+•|<>{}\[\]"'`,;/#$%=0-9]      # lists, tables, markup, JSON, comments, numbers, times
     |[A-Z][a-z]{2}\s+\d+\s\d\d:)                # the date of a system's log
@@ -116,15 +118,16 @@ class TextLoops:
         size = self._rules.chunk_chars
         before = self._recent
         whole = before + text
-        for end in range(len(before) + 1, len(whole) + 1):
-            self._position += 1
-            if end >= size and (loop := self._look(whole[end - size : end])) is not None:
+        start, self._position = self._position - len(before), self._position + len(text)
+        for match in _BORDER.finditer(whole, max(len(before), size - 1)):
+            end = match.end()
+            if (loop := self._look(whole[end - size : end], start + end)) is not None:
                 yield loop
         self._recent = whole[1 - size :]
 
-    def _look(self, chunk: str) -> TextLoop | None:
-        """At the chunk that ends here."""
-        position, seen = self._position, self._seen.get(chunk)
+    def _look(self, chunk: str, position: int) -> TextLoop | None:
+        """At the chunk that ends there."""
+        seen = self._seen.get(chunk)
         self._forget(position - self._rules.chunk_distance)
         self._order.append((position, chunk))
         if seen is None or position - seen.last > self._rules.chunk_distance:
