@@ -232,6 +232,7 @@ class Accepted(Message, frozen=True, kw_only=True):
     model: str
     engine_id: str
     created: int  # unix seconds
+    at: float = 0.0  # the same, not cut: what limits count from
     prompt_tokens: int
     gateway: str = ""  # its lease keeps the run alive
     request: msgspec.Raw = msgspec.Raw(b"\xc0")  # what a resuming gateway needs to shape the answer
@@ -339,8 +340,8 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class RunEnded(Message, frozen=True, kw_only=True):
-    """The end of a run, under RUN_END_ID. error and message say why it did not complete, if its last turn's end
-    does not.
+    """The end of a run, under RUN_END_ID. error and message say why it did not complete, where its last turn's
+    end does not.
     """
 
     state: str  # completed, cancelled, failed, expired, rejected or derailed

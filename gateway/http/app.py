@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -26,16 +27,19 @@ from .routes import ROUTES
 from .state import STATE, Followers, State
 
 
-def build_app(
-    settings: GatewaySettings,
-    runs: Runs,
-    directory: Directory,
-    tokens: TokenStore,
-    *,
-    instruments: Instruments,
-    store: Store,
-    is_bus_up: Callable[[], bool] = lambda: True,
-) -> web.Application:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the application is put together from, each with a life of its own."""
+
+    runs: Runs
+    directory: Directory
+    tokens: TokenStore
+    instruments: Instruments
+    store: Store
+    is_bus_up: Callable[[], bool] = lambda: True
+
+
+def build_app(settings: GatewaySettings, parts: Parts) -> web.Application:
     """The application. Run it with `handler_cancellation=True`: that is how a leaving client is noticed.
 
     The audit log is in the settings' home folder; without one there is none.
@@ -43,20 +47,20 @@ def build_app(
     app = web.Application(middlewares=MIDDLEWARES, client_max_size=settings.body_limit_bytes)
     library = PromptLibrary(normalises=settings.normalise_prompts)
     aliases = parse_aliases(settings.aliases)
-    runs.talk = ChatTalk(directory, library, aliases)
+    parts.runs.talk = ChatTalk(parts.directory, library, aliases)
     app[STATE] = State(
         settings,
-        runs,
-        directory,
-        tokens,
-        Followers(runs),
-        is_bus_up,
+        parts.runs,
+        parts.directory,
+        parts.tokens,
+        Followers(parts.runs),
+        parts.is_bus_up,
         library,
-        store,
+        parts.store,
         aliases=aliases,
         audit=_audit_log(settings),
     )
-    app[DIRECTORY], app[RUNS], app[INSTRUMENTS] = directory, runs, instruments
+    app[DIRECTORY], app[RUNS], app[INSTRUMENTS] = parts.directory, parts.runs, parts.instruments
     mount(app, ROUTES)
     app[DESCRIPTION] = Description(ROUTES)
     app.on_response_prepare.append(count_response)

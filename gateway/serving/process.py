@@ -23,7 +23,7 @@ from gateway.callers.tokens import TokenStore
 from gateway.derail.watching import Watching
 from gateway.flow.directory import Directory
 from gateway.flow.places import Places
-from gateway.http.app import build_app
+from gateway.http.app import Parts, build_app
 from gateway.http.metrics_page import turn_observer
 from gateway.runs.caretaker import Caretaker
 from gateway.runs.runs import Runs
@@ -142,12 +142,14 @@ async def run_gateway(
     tokens = TokenStore(tokens_file(settings, home))
     app = build_app(
         in_force(settings, home, bus_url, listener),
-        runs,
-        directory,
-        tokens,
-        instruments=instruments,
-        store=store,
-        is_bus_up=lambda: bus.available,
+        Parts(
+            runs,
+            directory,
+            tokens,
+            instruments=instruments,
+            store=store,
+            is_bus_up=lambda: bus.available,
+        ),
     )
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await directory.start()

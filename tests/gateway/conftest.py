@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gateway.bus import Bus
 from gateway.callers.tokens import TokenStore
-from gateway.http.app import build_app
+from gateway.http.app import Parts, build_app
 from gateway.settings import GatewaySettings
 from gateway.store.store import Store, store_in
 from metrics.instruments import Instruments
@@ -28,20 +28,20 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts a gateway with given settings; engines and runs are fakes, sockets are real."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def run(
-            *, host: str = "127.0.0.1", store: Store | None = None, **settings: Any
-        ) -> Gateway:
+        async def run(*, host: str = "127.0.0.1", store: Store | None = None, **settings: Any) -> Gateway:
             tokens = TokenStore(tmp_path / "tokens.json")
             runs, directory = FakeRuns(words("Hel", "lo")), FakeDirectory(engine_view(chatml_bundle()))
             bus = {"up": True}
             app = build_app(
                 GatewaySettings(**{"keepalive_seconds": 5.0, **settings}),
-                runs,
-                directory,
-                tokens,
-                instruments=Instruments(),
-                store=store or store_in(Bus("unix:///nowhere/bus.sock", "g")),
-                is_bus_up=lambda: bus["up"],
+                Parts(
+                    runs,
+                    directory,
+                    tokens,
+                    instruments=Instruments(),
+                    store=store or store_in(Bus("unix:///nowhere/bus.sock", "g")),
+                    is_bus_up=lambda: bus["up"],
+                ),
             )
             runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
             await runner.setup()

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gateway.bus import Bus
 from gateway.callers.tokens import TokenStore
-from gateway.http.app import build_app
+from gateway.http.app import Parts, build_app
 from gateway.settings import GatewaySettings
 from gateway.store.store import Store, store_in
 from metrics.instruments import Instruments
@@ -44,11 +44,13 @@ async def native_gateway(url: str, folder: Path, **settings: Any) -> AsyncIterat
         tokens = TokenStore(folder / "tokens.json")
         app = build_app(
             GatewaySettings(**{"keepalive_seconds": 5.0, **settings}),
-            verbs,
-            FakeDirectory(engine_view(chatml_bundle())),
-            tokens,
-            instruments=Instruments(),
-            store=store,
+            Parts(
+                verbs,
+                FakeDirectory(engine_view(chatml_bundle())),
+                tokens,
+                instruments=Instruments(),
+                store=store,
+            ),
         )
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
         await runner.setup()

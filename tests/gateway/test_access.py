@@ -13,7 +13,7 @@ from gateway.bus import Bus
 from gateway.callers.scopes import SCOPES, Access, Scope, namespace_of
 from gateway.callers.tokens import Grant, TokenStore
 from gateway.errors import KINDS
-from gateway.http.app import build_app
+from gateway.http.app import Parts, build_app
 from gateway.http.route import JSON as JSON_MEDIA
 from gateway.http.routes import ROUTES
 from gateway.settings import GatewaySettings
@@ -46,7 +46,7 @@ def test_the_table_is_all_that_the_application_serves(tmp_path: Path) -> None:
     runs, directory = FakeRuns(words()), FakeDirectory(engine_view(chatml_bundle()))
     tokens = TokenStore(tmp_path / "tokens.json")
     store = store_in(Bus("unix:///nowhere/bus.sock", "g"))
-    app = build_app(GatewaySettings(), runs, directory, tokens, instruments=Instruments(), store=store)
+    app = build_app(GatewaySettings(), Parts(runs, directory, tokens, Instruments(), store))
     served = [(route.method, route.handler) for route in app.router.routes() if route.method != "HEAD"]
     assert served == [(route.method, route.call) for route in ROUTES]
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from gateway.callers.tokens import TokenStore
-from gateway.http.app import build_app
+from gateway.http.app import Parts, build_app
 from gateway.settings import GatewaySettings
 from metrics.instruments import Instruments
 from tests.conftest import ValkeyServer
@@ -42,11 +42,13 @@ async def serving(url: str, folder: Path, name: str = "g1") -> AsyncIterator[Nat
     async with gateway(url, name) as gate, aiohttp.ClientSession() as http:
         app = build_app(
             GatewaySettings(keepalive_seconds=5.0),
-            gate.runs,
-            gate.directory,
-            TokenStore(folder / "tokens.json"),
-            instruments=Instruments(),
-            store=gate.runs.keeper.store,
+            Parts(
+                gate.runs,
+                gate.directory,
+                TokenStore(folder / "tokens.json"),
+                instruments=Instruments(),
+                store=gate.runs.keeper.store,
+            ),
         )
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
         await runner.setup()
