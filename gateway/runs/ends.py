@@ -62,7 +62,7 @@ def result_of(told: Told, ended: RunEnded, now: float) -> RunResult:
         turns=state.turn,
         checkpoints={str(name): position for name, position in state.checkpoints.items()},
         attempts=state.attempt,
-        started=float(state.accepted.created) if state.accepted is not None else None,
+        started=state.accepted_at,
         ended=now,
         derail=state.derail or told.derail,
         error=_error(state, ended),

@@ -42,11 +42,11 @@ class Keeper:
 
     async def accepted(self, run: Run) -> None:
         """Lists a new run."""
-        spec, accepted = run.state.spec, run.state.accepted
-        assert accepted is not None
+        spec, accepted, accepted_at = run.state.spec, run.state.accepted, run.state.accepted_at
+        assert accepted is not None and accepted_at is not None
         note = RunNote(
             run_id=run.run_id,
-            created=float(accepted.created),
+            created=accepted_at,
             tenant=spec.tenant,
             session=spec.session,
             agent=spec.agent,

@@ -14,6 +14,11 @@ from .state import Phase, RunState
 
 EXCEEDED = "budget_exceeded"
 
+MAX_SECONDS = 7 * 86_400.0
+"""No deadline can be later, and what waits for a caller who never comes is not kept for ever."""
+
+TOO_OLD = "The run is a week old, which is the most that any may take."
+
 
 @dataclass(frozen=True, slots=True)
 class Spent:
@@ -46,9 +51,12 @@ def expired(state: RunState, now: float) -> RunEnded | None:
     if ttl_ms is not None and _waits(state) and now - state.waiting_since > ttl_ms / 1000:
         message = f"The run found no worker within its queue_ttl_ms of {ttl_ms}."
         return RunEnded(state="expired", error="queue_ttl_exceeded", message=message)
-    created = state.accepted.created if state.accepted is not None else now
-    if spec.budget.wall_ms is not None and now - created > spec.budget.wall_ms / 1000:
+    accepted_at = state.accepted_at
+    age = 0.0 if accepted_at is None else now - accepted_at
+    if spec.budget.wall_ms is not None and age > spec.budget.wall_ms / 1000:
         return _exceeded("wall_ms", spec.budget.wall_ms)
+    if age > MAX_SECONDS:
+        return RunEnded(state="expired", error="deadline_exceeded", message=TOO_OLD)
     return None
 
 

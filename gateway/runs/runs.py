@@ -326,10 +326,12 @@ class Runs:
     async def _accept(self, run_id: str, order: Order, spec: RunSpec) -> Run | None:
         """Claims the run id: the stream exists from here on. None: it does already."""
         kept = spec if spec.is_detached else msgspec.structs.replace(spec, body=b"")
+        now = time.time()
         accepted = Accepted(
             model=order.engine.info.model_id,
             engine_id=order.engine.info.engine_id,
-            created=int(time.time()),
+            created=int(now),
+            at=now,
             prompt_tokens=order.prompt_tokens,
             gateway=self._bus.gateway_id,
             request=msgspec.Raw(order.request),

@@ -119,7 +119,16 @@ class RunState:
         """Of the present turn, so far as events tell."""
         if self.turn_end is not None:
             return self.turn_end.usage
-        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.turn_tokens)
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=min(self.cached_tokens or 0, self.prompt_tokens),
+            completion_tokens=self.turn_tokens,
+        )
+
+    @property
+    def accepted_at(self) -> float | None:
+        """Unix seconds; None before that."""
+        return None if self.accepted is None else self.accepted.at or float(self.accepted.created)
 
     @property
     def usage(self) -> Usage:
@@ -171,7 +180,7 @@ def _accepted(state: RunState, event: Accepted) -> RunState:
         engine_id=event.engine_id,
         prompt_tokens=event.prompt_tokens,
         checkpoints=_reached({"system": event.system_tokens, "prompt": event.turn_tokens}),
-        waiting_since=float(event.created),
+        waiting_since=event.at or float(event.created),
     )
 
 

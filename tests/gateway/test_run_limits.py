@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 
 import pytest
 
 from gateway.runs.commands import CancelRun
+from gateway.runs.events import InputRequired
+from gateway.runs.limits import expired
 from gateway.runs.run import Run, RunEvent
 from gateway.runs.spec import Budget
+from gateway.runs.state import fold
 from tests.conftest import ValkeyServer
-from workers.messages import Derail, Tokens
+from workers.messages import Accepted, Derail, Tokens, encode
 
 from .chatting import CALL, assert_adds_up, chatting, ended, generated, reaches, result, spec
 from .talking_engine import TalkingEngine
@@ -137,3 +142,28 @@ async def test_a_watcher_can_stop_a_run_that_goes_astray(valkey: ValkeyServer) -
         kept = await result(gate, run_id)
         assert kept.derail == found
         assert kept.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [({"budget": Budget(wall_ms=700)}, "failed"), ({"queue_ttl_ms": 700}, "expired")],
+)
+async def test_no_limit_counts_from_the_begin_of_the_second(
+    valkey: ValkeyServer, fields: dict[str, Any], status: str
+) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.is_starting = False
+        await asyncio.sleep(0.9 - time.time() % 1 if time.time() % 1 < 0.9 else 0)
+        begun = time.time()
+        run_id = await gate.runs.create(spec(**fields))
+        await reaches(gate, run_id, status)
+        assert time.time() - begun >= 0.7
+
+
+def test_what_waits_for_a_caller_who_never_comes_is_not_kept_for_ever() -> None:
+    accepted = Accepted(model="m", engine_id="e", created=100, at=100.5, prompt_tokens=1)
+    asks = fold([("0-1", encode(accepted)), ("1-1", encode(InputRequired(at=101.0)))])
+    assert expired(asks, 100.5 + 7 * 86_400) is None
+    over = expired(asks, 101.5 + 7 * 86_400)
+    assert over is not None
+    assert over.state == "expired"
