@@ -340,8 +340,8 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class RunEnded(Message, frozen=True, kw_only=True):
-    """The end of a run, under RUN_END_ID. error and message say why it did not complete, where its last turn's
-    end does not.
+    """The end of a run, under RUN_END_ID. error and message say why it did not complete, where its last
+    turn's end does not.
     """
 
     state: str  # completed, cancelled, failed, expired, rejected or derailed
