@@ -61,7 +61,12 @@ _TEMPLATE = """\
 
 def make_chatting_hybrid(folder: Path) -> Path:
     """A tiny qwen3_next whose tokens are bytes, turn markers and one tool call."""
-    make_model(folder, "qwen3_next", max_position_embeddings=8192)
+    return make_chatting(folder, "qwen3_next", max_position_embeddings=8192)
+
+
+def make_chatting(folder: Path, model_type: str, **changes: Any) -> Path:
+    """The same of any family; `changes` go to the model's config."""
+    make_model(folder, model_type, **changes)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
     tokenizer.add_tokens([AddedToken(CALL_TEXT, special=False, normalized=False)])
