@@ -78,6 +78,8 @@ class Driver:
 
     def enter(self, run: Run) -> None:
         """Into the line, at once: its place was reserved."""
+        if self.runs.get(run.run_id) is not run:
+            return  # its stream is gone: nobody would take it out again
         self._places.enter(run.run_id, self.turns.attempt_order(run))
         self.release()
 
@@ -93,7 +95,7 @@ class Driver:
             return False
         step = next_step(run.view(time.time()))
         if isinstance(step, Enter):
-            return not (run.is_released or self._places.is_waiting(run.run_id))
+            return not self._is_entered(run)
         if isinstance(step, AskEngine):
             return self._asked(run, step) != run.state.attempt
         return step is not None
@@ -155,7 +157,7 @@ class Driver:
     async def _enter(self, run: Run) -> bool:
         if run.order is None:
             return await self.verdict(run, lambda state: failed(state, "gateway_lost", GATEWAY_LOST))
-        if run.is_released or self._places.is_waiting(run.run_id):
+        if self._is_entered(run):
             return False
         await self._keeper.look_at_tree(run)
         if not isinstance(next_step(run.view(time.time())), Enter):
@@ -163,6 +165,9 @@ class Driver:
         self._places.leave(run.run_id)  # it may have been released, and that step was lost
         self.enter(run)
         return False
+
+    def _is_entered(self, run: Run) -> bool:
+        return run.is_released or run.waits_for_tree or self._places.is_waiting(run.run_id)
 
     def release(self) -> None:
         """Sends those next in line to the engines that have room."""
@@ -238,6 +243,8 @@ class Driver:
             return
         if state.phase is Phase.TURN_ENDED:
             await self._keeper.spent(run)
+        else:
+            await self._keeper.spent_so_far(run)
         if state.spec.is_detached:
             await self._keeper.ids(run)
         else:

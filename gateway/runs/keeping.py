@@ -92,11 +92,23 @@ class Keeper:
         if run.state.spec.tree_budget != Budget():
             run.tree = _spent(await self.store.tree_usage.total(_tree(run)))
 
-    async def promised(self, run: Run, num_tokens: int) -> int:
-        """How many output tokens the tree leaves a turn that wants so many. Raises BusLost."""
+    async def spent_so_far(self, run: Run) -> None:
+        """Counts what a paused turn has put out, and leaves its tree what it was promised. Raises BusLost."""
+        if run.state.spec.tree_budget != Budget():
+            used = Used(0, run.state.turn_tokens, run.transcript.current.thinking_tokens)
+            run.tree = _spent(await self.store.tree_usage.add(_tree(run), run.run_id, run.state.turn, used))
+
+    async def promised(self, run: Run) -> int | None:
+        """What its tree has set aside for its present attempt; None: nothing. Raises BusLost."""
+        if run.state.spec.tree_budget.output_tokens is None:
+            return None
+        return await self.store.tree_usage.promised(_tree(run), run.run_id)
+
+    async def promise(self, run: Run, num_tokens: int) -> bool:
+        """Whether its tree leaves an attempt so many output tokens. Raises BusLost."""
         limit = run.state.spec.tree_budget.output_tokens
         if limit is None:
-            return num_tokens
+            return True
         return await self.store.tree_usage.promise(_tree(run), run.run_id, num_tokens, limit)
 
     async def ids(self, run: Run) -> None:

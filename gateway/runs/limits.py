@@ -22,7 +22,7 @@ TOO_OLD = "The run is a week old, which is the most that any may take."
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What counts against a budget. Of a tree: without the present turns of its runs."""
+    """What counts against a budget. Of a tree: of present turns only the output of paused ones."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -70,9 +70,10 @@ def overspent(state: RunState, accounts: Accounts) -> RunEnded | None:
     """The end of a run that may go no further. Before a turn: it needs a token and its prompt; within one:
     it has more than it may. Reaching a limit exactly is no offence.
     """
-    is_waiting = state.phase in (Phase.WAITING, Phase.PAUSED) or isinstance(state.turn_end, Cancelled)
+    is_counted = isinstance(state.turn_end, Cancelled)  # in its tree, too
+    is_waiting = state.phase in (Phase.WAITING, Phase.PAUSED)
     own, budget = accounts.own, state.spec.budget
-    needs = 1 if is_waiting else 0
+    needs = 1 if is_waiting or is_counted else 0
     checks = [
         ("prompt_tokens", own.prompt_tokens, budget.prompt_tokens),
         ("output_tokens", own.output_tokens + needs, budget.output_tokens),

@@ -24,6 +24,9 @@ from .talk import Conversation
 from .transcript import Transcript
 from .wishes import Left, Wishes
 
+TREE_SECONDS = 0.4
+"""How often a run whose tree has promised all its output tokens asks for some again."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
@@ -62,6 +65,7 @@ class Run:
     noted: tuple[str, Usage] | None = None  # in the list of runs
     telling: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of these
     since: float = field(default_factory=time.monotonic)  # adopted, left by its last follower, or cancelled
+    tree_asked_at: float | None = None  # when its tree had no output tokens left that were not promised
     asked_owner_at: float | None = None  # when we last asked whether its own gateway lives
     lost_since: float | None = None  # no engine can be expected to end it, or to take it
     asked_at: float = field(default_factory=time.monotonic)
@@ -78,6 +82,11 @@ class Run:
     def is_ours(self) -> bool:
         """Whether this gateway takes its steps."""
         return self.order is not None or self.is_attended
+
+    @property
+    def waits_for_tree(self) -> bool:
+        """Whether it is too soon to ask its tree for tokens again."""
+        return self.tree_asked_at is not None and time.monotonic() - self.tree_asked_at < TREE_SECONDS
 
     @property
     def queue_seconds(self) -> float | None:

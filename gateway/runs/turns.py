@@ -120,13 +120,10 @@ class Turns:
         if lost_attempt is None and not isinstance(next_step(run.view(time.time())), Enter):
             self._places.leave(run.run_id)  # something else is to be done first
             return
-        granted = await self._keeper.promised(run, order.max_tokens - order.generated_tokens)
-        if granted <= 0:
-            await self._keeper.look_at_tree(run)
-            run.tree = replace(run.tree, output_tokens=run.state.spec.tree_budget.output_tokens or 0)
+        if not await self._keeper.promise(run, order.max_tokens - order.generated_tokens):
+            run.tree_asked_at = time.monotonic()  # others may leave some of what they were promised
             self._places.leave(run.run_id)
             return
-        order = replace(order, max_tokens=min(order.max_tokens, granted + order.generated_tokens))
 
         def make(state: RunState) -> Dispatched | None:
             was_lost = state.is_on_engine and state.attempt == lost_attempt and not state.attempt_tokens
@@ -149,6 +146,8 @@ class Turns:
     async def _open(self, run: Run, step: Open) -> bool:
         """Another turn; what cannot be put before the model refuses its commands and fails nothing."""
         assert run.order is not None and run.conversation is not None
+        if run.state.phase is Phase.PAUSED:
+            await self._keeper.spent(run)  # the turn that is cut off here
         commands = [steer.command for steer in step.steers]
         added = [_message("user", "\n\n".join(steer.text for steer in step.steers))] if step.steers else []
         if step.response is not None:

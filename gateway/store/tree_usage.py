@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from redis.asyncio.client import Pipeline
 
 from gateway.bus import Bus
 
-from .keys import DAY_SECONDS, WEEK_SECONDS, named_key, run_key
+from .keys import WEEK_SECONDS, named_key, run_key
 from .watched import watched
 
 
@@ -24,6 +25,13 @@ class Used:
     output_tokens: int = 0
     thinking_tokens: int = 0
     tool_calls: int = 0
+
+
+class _Counted(msgspec.Struct, frozen=True, array_like=True):
+    """What is counted of a run's last turn."""
+
+    turn: int
+    used: Used
 
 
 FIELDS = ("prompt_tokens", "output_tokens", "thinking_tokens", "tool_calls")
@@ -41,48 +49,63 @@ class TreeUsage:
         return Used(*(int(value or 0) for value in values))
 
     async def add(self, tree: str, run_id: str, turn: int, used: Used) -> Used:
-        """Counts one turn's use and ends its promise; the tree's new total. Turns of a run come in order.
+        """Counts what a turn has used in all by now and ends its promise; the tree's new total. A run's turns
+        come in order.
 
-        Exactly once: a repeat, also by another gateway, only reads. Raises BusLost.
+        Exactly once: what is counted already, also by another gateway, is not added. Raises BusLost.
         """
         marker = run_key(run_id, "counted")
-        counts = [(name, getattr(used, name)) for name in FIELDS]
 
         async def decide(pipeline: Pipeline) -> None:
-            counted: Any = await self._bus.answered(pipeline.get(marker))
-            if counted is not None and int(counted) >= turn:
+            counted = _counted(await self._bus.answered(pipeline.get(marker)))
+            if counted.turn > turn:
                 return
+            before = counted.used if counted.turn == turn else Used()
             pipeline.multi()  # type: ignore[no-untyped-call]
-            for name, value in counts:
-                pipeline.hincrby(_used_key(tree), name, value)
+            for name in FIELDS:
+                pipeline.hincrby(_used_key(tree), name, max(getattr(used, name) - getattr(before, name), 0))
             pipeline.expire(_used_key(tree), WEEK_SECONDS)
             pipeline.hdel(_promised_key(tree), run_id)
-            pipeline.set(marker, turn, ex=DAY_SECONDS)
+            pipeline.set(marker, _encode(_Counted(turn, _most(used, before))), ex=WEEK_SECONDS)
 
         await watched(self._bus, [marker], decide)
         return await self.total(tree)
 
-    async def promise(self, tree: str, run_id: str, output_tokens: int, limit: int) -> int:
-        """How many of the wanted output tokens the tree's limit leaves this run's next turn, and sets them
-        aside until `add` or `forget`. A repeat replaces the run's earlier promise. Raises BusLost.
+    async def promise(self, tree: str, run_id: str, output_tokens: int, limit: int) -> bool:
+        """Sets further output tokens of a run's turn aside until `add` or `forget`, in place of what it was
+        promised before; False where the tree's limit does not leave it so many. Raises BusLost.
         """
         promised_key, used_key = _promised_key(tree), _used_key(tree)
 
-        async def decide(pipeline: Pipeline) -> int:
+        async def decide(pipeline: Pipeline) -> bool:
             promised: Any = await self._bus.answered(pipeline.hgetall(promised_key))
             total: Any = await self._bus.answered(pipeline.hget(used_key, "output_tokens"))
             others = sum(int(value) for name, value in promised.items() if name != run_id.encode())
-            granted = max(0, min(output_tokens, limit - int(total or 0) - others))
+            if int(total or 0) + others + output_tokens > limit:
+                return False
             pipeline.multi()  # type: ignore[no-untyped-call]
-            pipeline.hset(promised_key, run_id, str(granted))
+            pipeline.hset(promised_key, run_id, str(output_tokens))
             pipeline.expire(promised_key, WEEK_SECONDS)
-            return granted
+            return True
 
         return await watched(self._bus, [promised_key, used_key], decide)
+
+    async def promised(self, tree: str, run_id: str) -> int | None:
+        """What is set aside for a run. Raises BusLost."""
+        value = await self._bus.answered(self._bus.commands.hget(_promised_key(tree), run_id))
+        return None if value is None else int(value)
 
     async def forget(self, tree: str, run_id: str) -> None:
         """The run's promise is off: its turn did not come to be. Safe to repeat; raises BusLost."""
         await self._bus.answered(self._bus.commands.hdel(_promised_key(tree), run_id))
+
+
+def _counted(marker: bytes | None) -> _Counted:
+    return _Counted(0, Used()) if marker is None else _decode(marker)
+
+
+def _most(one: Used, other: Used) -> Used:
+    return Used(*(max(getattr(one, name), getattr(other, name)) for name in FIELDS))
 
 
 def _used_key(tree: str) -> str:
@@ -91,3 +114,7 @@ def _used_key(tree: str) -> str:
 
 def _promised_key(tree: str) -> str:
     return named_key("tree-promised", tree)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Counted).decode

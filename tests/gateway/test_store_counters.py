@@ -30,15 +30,17 @@ async def test_promises_never_exceed_what_the_tree_may_still_put_out(valkey: Val
     async with connected(valkey.url) as bus:
         usage = TreeUsage(bus)
         granted = await asyncio.gather(*(usage.promise("root", run, 30, 100) for run in "abcdef"))
-        assert sorted(granted) == [0, 0, 10, 30, 30, 30]
-        assert await usage.promise("root", "a", granted[0], 100) == granted[0], "a repeat replaces"
-        winner = "abcdef"[granted.index(30)]
+        assert sorted(granted) == [False, False, False, True, True, True]
+        winner = "abcdef"[granted.index(True)]
+        assert await usage.promise("root", winner, 40, 100), "a repeat replaces"
+        assert not await usage.promise("root", "g", 1, 100)
         await usage.add("root", winner, 1, Used(output_tokens=12))
-        assert await usage.promise("root", "g", 50, 100) == 18
+        assert not await usage.promise("root", "g", 29, 100), "none in part: a turn is never cut for another"
+        assert await usage.promise("root", "g", 28, 100)
         await usage.forget("root", "g")
         await usage.forget("root", "g")
-        assert await usage.promise("root", "h", 50, 100) == 18
-        assert await usage.promise("root", "h", 50, 5) == 0
+        assert await usage.promise("root", "h", 28, 100)
+        assert not await usage.promise("root", "h", 28, 5)
 
 
 async def test_a_heart_beats_for_as_long_as_it_was_told(valkey: ValkeyServer) -> None:

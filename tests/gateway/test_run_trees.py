@@ -1,0 +1,92 @@
+"""What a tree may have together: each turn counts once, and siblings leave one another what they need not."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.runs.spec import Budget
+from tests.conftest import ValkeyServer
+
+from .chatting import assert_adds_up, chatting, ended, generated, reaches, result, spec
+from .talking_engine import TalkingEngine
+from .test_run_verbs import FIRST, answers
+
+
+async def test_siblings_that_could_take_all_wait_for_what_the_others_leave(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.seconds_per_token = 0.01
+        root = await gate.runs.create(spec(tree_budget=Budget(output_tokens=1000)))
+        children = [await gate.runs.create(spec(f"child {n}", parent_run=root)) for n in range(3)]
+        states = [await ended(gate, run_id) for run_id in (root, *children)]
+        assert [state.status for state in states] == ["completed"] * 4
+        total = await gate.runs.keeper.store.tree_usage.total(root)
+        assert total.output_tokens == sum(state.usage.completion_tokens for state in states)
+
+
+async def test_a_turn_that_was_cut_off_by_a_steer_counts_against_its_tree(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 5
+        root = await gate.runs.create(spec(tree_budget=Budget(output_tokens=1000)))
+        await generated(gate, root, 5)
+        engine.allowed = None
+        await gate.runs.steer(root, "something else")
+        state = await ended(gate, root)
+        total = await gate.runs.keeper.store.tree_usage.total(root)
+        assert (total.prompt_tokens, total.output_tokens) == (
+            state.usage.prompt_tokens,
+            state.usage.completion_tokens,
+        )
+
+
+async def test_what_a_paused_turn_has_had_is_not_given_to_it_again(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 5
+        root = await gate.runs.create(spec(tree_budget=Budget(output_tokens=7)))
+        for num_tokens in (5, 6):
+            await generated(gate, root, num_tokens)
+            await gate.runs.pause(root)
+            engine.allowed = 1 if num_tokens == 5 else None
+            await gate.runs.resume(root)
+        state = await ended(gate, root)
+        assert (state.status, state.usage.completion_tokens) == ("failed", 7)
+        assert_adds_up(valkey, root, state)
+        assert FIRST.startswith((await result(gate, root)).text)
+
+
+async def test_a_paused_run_leaves_its_siblings_what_it_has_not_used(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 5
+        root = await gate.runs.create(spec(tree_budget=Budget(output_tokens=30)))
+        await generated(gate, root, 5)
+        await gate.runs.pause(root)
+        engine.allowed = None
+        child = await ended(gate, await gate.runs.create(spec("child", parent_run=root)))
+        assert child.status == "completed"
+        most = 30 - child.usage.completion_tokens
+        await gate.runs.resume(root)
+        await ended(gate, root)
+        assert engine.turns[-1].submit.max_tokens == most
+
+
+async def test_a_run_that_waits_for_its_tree_can_be_cancelled(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 1
+        root = await gate.runs.create(spec(tree_budget=Budget(output_tokens=100)))
+        await generated(gate, root, 1)
+        child = await gate.runs.create(spec("child", parent_run=root))
+        await asyncio.sleep(1)
+        assert (await gate.runs.state(child)).status == "queued"
+        assert len(engine.turns) == 1
+        assert (await gate.runs.cancel(child, seconds=5)).status == "cancelled"
+        engine.allowed = None
+        await reaches(gate, root, "completed")
+
+
+async def test_a_cancelled_run_is_not_blamed_for_a_prompt_that_its_tree_had_room_for(
+    valkey: ValkeyServer,
+) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 1
+        root = await gate.runs.create(spec(tree_budget=Budget(prompt_tokens=20)))
+        await generated(gate, root, 1)
+        assert (await gate.runs.cancel(root, seconds=5)).status == "cancelled"
