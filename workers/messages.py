@@ -147,6 +147,7 @@ class Submit(Message, frozen=True, kw_only=True):
         0  # the last of token_ids that this turn generated before it was paused: sampling,
     )
     # text and usage go on behind them; max_tokens counts them too, and their text is not sent again
+    most_cached: int | None = None  # usage tells no more as cached: the rest an earlier attempt has computed
     grammar: Grammar | None = None
     stops_derailed: bool = True  # a token cycle ends the turn; False: it is told once and goes on
 

@@ -120,6 +120,7 @@ class Turn:
     due: Kind = Kind.TURN  # of the checkpoint that its step takes, if that takes one
     num_yielded: int = 0  # times that its prefill made room for a shorter one
     cached_tokens: int = 0
+    most_cached: int | None = None  # earlier attempts have computed the rest of the prompt
     progress_tokens: int = 0  # the largest prefill progress that was told
     kept: Kept | None = None  # the end of what it published when it last left a worker
     started_at: float | None = None
@@ -195,10 +196,11 @@ class Turn:
         return Tokens(token_ids=b"", text=text) if text else None
 
     def usage(self) -> Usage:
-        """Tokens so far; completion_tokens counts exactly those that were sent, in earlier attempts too."""
+        """Tokens so far, over all attempts; completion_tokens counts exactly those that were sent."""
+        cached_tokens = min(self.cached_tokens, len(self.prompt))
         return Usage(
             prompt_tokens=len(self.prompt),
-            cached_tokens=min(self.cached_tokens, len(self.prompt)),
+            cached_tokens=cached_tokens if self.most_cached is None else min(cached_tokens, self.most_cached),
             completion_tokens=len(self.generated),
         )
 
@@ -263,6 +265,7 @@ def open_turn(submit: Submit, rules: TurnRules, now: float) -> Turn:
         stops_derailed=submit.stops_derailed,
         hints=_hints(submit, num_prompt),
         generated=generated,
+        most_cached=submit.most_cached,
     )
 
 

@@ -29,6 +29,7 @@ class Order:
     system_tokens: int = 0  # as in Submit
     turn_tokens: int = 0
     generated_tokens: int = 0  # as in Submit
+    most_cached: int | None = None  # as in Submit
     grammar: Grammar | None = None  # as in Submit
     stops_derailed: bool = True  # as in Submit
     past_calls: tuple[PastCall, ...] = ()  # that its prompt's messages tell of
@@ -102,6 +103,7 @@ def submit_of(order: Order, run_id: str, attempt: int, engine: EngineInfo) -> Su
         turn_tokens=order.turn_tokens,
         explain=hints.explain,
         generated_tokens=order.generated_tokens,
+        most_cached=order.most_cached,
         grammar=order.grammar,
         stops_derailed=order.stops_derailed,
     )

@@ -86,6 +86,7 @@ class RunState:
     attempt_tokens: int = 0  # a lost attempt is only made again while this is 0
     num_tokens: int = 0  # generated in the whole run
     cached_tokens: int | None = None  # of the present attempt, once it has a worker
+    turn_cached: int | None = None  # of the turn's prompt: what none of its attempts had to compute
     worker: int | None = None
     processed_tokens: int = 0  # of the prompt, in this attempt
     turn_end: TurnEnd | None = None
@@ -121,7 +122,7 @@ class RunState:
             return self.turn_end.usage
         return Usage(
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=min(self.cached_tokens or 0, self.prompt_tokens),
+            cached_tokens=self.turn_cached or 0,
             completion_tokens=self.turn_tokens,
         )
 
@@ -218,8 +219,14 @@ def _reopened(state: RunState) -> RunState:
 def _by_engine(state: RunState, event: Started | Progress) -> RunState:
     match event:
         case Started(cached_tokens=cached, worker=worker):
+            fewest = min(cached, state.prompt_tokens if state.turn_cached is None else state.turn_cached)
             return replace(
-                state, phase=Phase.PREFILLING, cached_tokens=cached, processed_tokens=cached, worker=worker
+                state,
+                phase=Phase.PREFILLING,
+                cached_tokens=cached,
+                turn_cached=fewest,
+                processed_tokens=cached,
+                worker=worker,
             )
         case Progress(processed_tokens=processed):
             return replace(state, processed_tokens=processed)
@@ -265,6 +272,7 @@ def _by_gateway(state: RunState, event: TurnOpened | InputRequired | Resumed) ->
                 turn=event.turn,
                 prompt_tokens=event.prompt_tokens,
                 turn_tokens=0,
+                turn_cached=None,
                 past=state.usage,
                 calls=(),
                 checkpoints=_behind(state, event),

@@ -81,6 +81,7 @@ class Turns:
             order,
             token_ids=order.token_ids + bytes(current.ids),
             generated_tokens=len(current.ids) // 4,
+            most_cached=run.state.turn_cached,
             max_tokens=most_tokens(order.max_tokens, run.state, run.accounts()),
             sampling=sampling,
             stops_derailed=order.stops_derailed and run.state.spec.derail == "stop",

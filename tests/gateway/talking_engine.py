@@ -94,7 +94,7 @@ class TalkingEngine(FakeEngine):
         num_prompt = len(submit.token_ids) // 4 - submit.generated_tokens
         usage = Usage(
             prompt_tokens=num_prompt,
-            cached_tokens=min(cached, num_prompt),
+            cached_tokens=min(cached, num_prompt if submit.most_cached is None else submit.most_cached),
             completion_tokens=submit.generated_tokens if produced is None else produced,
         )
         timings = Timings(worker=0 if produced is not None else None)

@@ -287,3 +287,18 @@ async def test_the_session_log_tells_each_lifecycle_event_once(valkey: ValkeySer
         assert len(told) == len(kinds)
         assert "InputRequired" in kinds and isinstance(stored(valkey, run_id)[-1], RunEnded)
         assert any(isinstance(event, InputRequired) for event in stored(valkey, run_id))
+
+
+async def test_what_a_turn_computed_before_a_pause_is_not_told_as_cached(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 4
+        run_id = await gate.runs.create(spec())
+        for _ in range(2):
+            num_tokens = (await gate.runs.state(run_id)).num_tokens
+            await generated(gate, run_id, num_tokens + 4)
+            await gate.runs.pause(run_id)
+            resumed = await gate.runs.resume(run_id)
+            assert resumed.recomputed_tokens == 0
+        engine.allowed = None
+        usage = (await ended(gate, run_id)).usage
+        assert (usage.prompt_tokens, usage.cached_tokens) == (len(engine.turns[0].submit.token_ids) // 4, 0)

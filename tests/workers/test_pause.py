@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tests.fakes import FakeModel, fake_submit
@@ -99,8 +100,23 @@ def test_a_prefill_is_paused_at_a_chunks_border_and_goes_on_from_there(num_state
     bench.run()
     assert bench.token_ids("one") == bench.model.generate(submit, 3)
     assert bench.engine.stats().prompt_tokens_computed == 100
+    assert [e.cached_tokens for e in bench.events["one"] if isinstance(e, Started)] == [0, processed]
     end = bench.events["one"][-1]
     assert isinstance(end, Finished) and end.usage.cached_tokens == processed
+
+
+@pytest.mark.parametrize(("most_cached", "told"), [(None, 30), (64, 30), (7, 7), (0, 0)])
+def test_what_an_earlier_attempt_computed_is_not_told_as_cached(most_cached: int | None, told: int) -> None:
+    bench = Bench()
+    submit = fake_submit("one", prompt_of(30), max_tokens=20)
+    bench.engine.submit(submit)
+    while not bench.token_ids("one"):
+        bench.step()
+    pause(bench, "one")
+    asked = resumed(submit, bench.token_ids("one"))
+    bench.engine.submit(msgspec.structs.replace(asked, most_cached=most_cached))
+    bench.run()
+    assert bench.end("one").usage.cached_tokens == told
 
 
 def test_a_turn_in_line_is_paused_without_having_begun() -> None:
