@@ -293,9 +293,8 @@ async def test_what_a_turn_computed_before_a_pause_is_not_told_as_cached(valkey:
     async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
         engine.allowed = 4
         run_id = await gate.runs.create(spec())
-        for _ in range(2):
-            num_tokens = (await gate.runs.state(run_id)).num_tokens
-            await generated(gate, run_id, num_tokens + 4)
+        for num_tokens in (4, 8):
+            await generated(gate, run_id, num_tokens)
             await gate.runs.pause(run_id)
             resumed = await gate.runs.resume(run_id)
             assert resumed.recomputed_tokens == 0
