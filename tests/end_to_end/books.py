@@ -15,13 +15,14 @@ from gateway.runs.events import AnyEvent, TurnOpened, decode
 from workers.messages import (
     EVENT_FIELD,
     Accepted,
-    Dispatched,
+    Cancelled,
+    Failed,
+    Finished,
     Paused,
     Progress,
     RunEnded,
     Started,
     Tokens,
-    TurnEnd,
     run_events_key,
 )
 
@@ -33,6 +34,11 @@ class Counters:
     computed: int = 0
     cached: int = 0
     generated: int = 0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(
+            self.computed + other.computed, self.cached + other.cached, self.generated + other.generated
+        )
 
     def __sub__(self, other: Counters) -> Counters:
         return Counters(
@@ -73,30 +79,40 @@ def num_ends(events: Iterable[AnyEvent]) -> int:
     return sum(isinstance(event, RunEnded) for event in events)
 
 
-def work_of(events: Iterable[AnyEvent]) -> Counters:
-    """What engines must have done for a run, by its events: attempt by attempt."""
-    work = Counters()
-    prompt = generated = cached = reached = 0
-    is_open = False  # an attempt has a worker and no token yet
+def prompts_of(events: Iterable[AnyEvent]) -> tuple[int, int]:
+    """A run's prompt tokens over its turns, and how many of those no attempt of a turn had to compute."""
+    prompts: list[int] = []
+    found: list[list[int]] = []
     for event in events:
         match event:
             case Accepted(prompt_tokens=num) | TurnOpened(prompt_tokens=num):
-                prompt, generated = num, 0
-            case Dispatched():
-                is_open = False
+                prompts.append(num)
+                found.append([])
             case Started(cached_tokens=num):
-                cached = reached = num
-                is_open = True
-                work = Counters(work.computed, work.cached + cached, work.generated)
+                found[-1].append(min(num, prompts[-1]))
+    return sum(prompts), sum(min(turn, default=0) for turn in found)
+
+
+def work_of(events: Iterable[AnyEvent]) -> Counters:
+    """What engines must have done for a run, by its events: attempt by attempt."""
+    computed = cached = generated = 0
+    prompt = said = found = reached = 0  # of the turn, of its present attempt
+    is_open = False  # the attempt has a worker and no token yet
+    for event in events:
+        match event:
+            case Accepted(prompt_tokens=num) | TurnOpened(prompt_tokens=num):
+                prompt, said = num, 0
+            case Started(cached_tokens=num):
+                is_open, found, reached = True, num, num
+                cached += num
             case Progress(processed_tokens=num):
-                reached = max(reached, num)
+                reached = num
             case Tokens(token_ids=ids):
-                if is_open:
-                    is_open = False
-                    work = Counters(work.computed + prompt + generated - cached, work.cached, work.generated)
-                generated += len(ids) // 4
-                work = Counters(work.computed, work.cached, work.generated + len(ids) // 4)
-            case Paused() | _ if isinstance(event, TurnEnd) and is_open:
+                computed += prompt + said - found if is_open else 0
                 is_open = False
-                work = Counters(work.computed + reached - cached, work.cached, work.generated)
-    return work
+                said += len(ids) // 4
+                generated += len(ids) // 4
+            case Paused() | Finished() | Cancelled() | Failed():
+                computed += reached - found if is_open else 0
+                is_open = False
+    return Counters(computed, cached, generated)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import aiohttp
 import pytest
+from redis import Redis
 
 from gateway.client import (
     ENDINGS,
@@ -21,7 +23,11 @@ from gateway.client import (
     TreeBody,
     Unreachable,
 )
+from gateway.runs.told import RunAccepted
+from gateway.serving.paths import home_at
 
+from .books import Counters, counters, events_of, prompts_of, work_of
+from .books import num_ends as num_ends_of
 from .hybrid_folder import NO_MARKERS, make_chatting_hybrid, words
 from .served import Served
 
@@ -82,7 +88,8 @@ class Listener:
 async def test_forty_runs_in_a_tree_three_deep_each_end_once_and_add_up(
     served: Served, client: Client
 ) -> None:
-    before = await generated(served)
+    async with aiohttp.ClientSession() as http:
+        before = await counters(http, served.url)
     root = await client.spawn(**asked(1, LONG, agent="lead", messages=None, label="root"))
     await decoding(root)
     middle = [await root.fork(**asked(10 + n, SHORT, agent=f"m{n}")) for n in range(3)]
@@ -119,8 +126,11 @@ async def test_forty_runs_in_a_tree_three_deep_each_end_once_and_add_up(
     check_specials([ended[run.id] for run, _ in leaves])
     for run in runs:
         assert await num_ends(run) == 1
+    async with aiohttp.ClientSession() as http:
+        done = await counters(http, served.url) - before
+    check_books(served, ended, done)
+    await check_log(client, set(ended))
     used = sum(run.usage.completion_tokens for run in ended.values())
-    assert await settled(served, before + used) == before + used
     tree = await quiet_tree(client)
     assert (tree.num_runs, tree.num_live, tree.usage.completion_tokens) == (40, 0, used)
     assert [agent.agent for agent in tree.agents] == ["lead"]
@@ -176,10 +186,26 @@ async def patiently(verb: Any) -> Any:
                 await asyncio.sleep(0.2)
 
 
-async def generated(served: Served) -> int:
-    """Tokens that the engine has generated, by its own count."""
-    async with aiohttp.ClientSession() as http, http.get(f"{served.url}/health") as response:
-        return int((await response.json())["engines"][0]["stats"].get("generated_tokens", 0))
+def check_books(served: Served, ended: Mapping[str, RunBody], done: Counters) -> None:
+    """What the engine has counted is what the runs' events tell, and that is what their usage says."""
+    work = Counters()
+    with Redis.from_url(home_at(served.home, os.environ).bus_url) as bus:
+        for run_id, run in ended.items():
+            events = events_of(bus, run_id)
+            assert num_ends_of(events) == 1
+            usage = run.usage
+            assert (usage.prompt_tokens, usage.cached_tokens) == prompts_of(events), run_id
+            work += work_of(events)
+    assert work == done
+    assert done.generated == sum(run.usage.completion_tokens for run in ended.values())
+
+
+async def check_log(client: Client, runs: set[str]) -> None:
+    """The session's own stream tells each run's beginning and end, once each."""
+    async with client.events(SESSION, follow=False) as events:
+        told = [event async for event in events]
+    for kinds in ((RunAccepted,), ENDINGS):
+        assert Counter(event.run for event in told if isinstance(event, kinds)) == Counter(runs)
 
 
 async def quiet_tree(client: Client) -> TreeBody:
@@ -188,11 +214,3 @@ async def quiet_tree(client: Client) -> TreeBody:
         while (tree := await client.tree(SESSION)).num_live:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
     return tree
-
-
-async def settled(served: Served, expected: int) -> int:
-    """The engine tells its counts once a second."""
-    async with asyncio.timeout(10):
-        while (count := await generated(served)) < expected:  # noqa: ASYNC110
-            await asyncio.sleep(0.2)
-    return count
