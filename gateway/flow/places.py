@@ -179,6 +179,13 @@ class Places:
         """Living, ready engines that could take the order."""
         return [engine for engine in self._directory.like(order.engine) if engine.stats.ready]
 
+    def holding(self, engine_id: str | None, incarnation: int | None) -> EngineView | None:
+        """That very engine, if it lives."""
+        for engine in self._directory.engines():
+            if engine.alive and (engine.info.engine_id, engine.info.incarnation) == (engine_id, incarnation):
+                return engine
+        return None
+
     def living(self) -> list[str]:
         """The ids of all living engines."""
         return [engine.info.engine_id for engine in self._directory.engines() if engine.alive]

@@ -99,6 +99,7 @@ class Caretaker:
         if not await self._is_abandoned(run_id):
             return
         if await self._runs.adopt(run_id) is None:
+            await self._runs.driver.telling.tell_ended(run_id)
             await self._runs.clear(run_id)
         else:
             log.info("run_adopted")
@@ -186,9 +187,11 @@ class Caretaker:
                 await self._runs.driver.fail(run, error.kind, error.message, retryable=False)
                 return
             log.info("run_taken_over")
+        if run.order is not None:
+            await self._runs.driver.turns.send_again(run)
         run.is_attended = True
         await self._runs.driver.telling.retell(run)
-        await self._runs.driver.step(run)
+        await self._runs.driver.look(run)  # a command that came meanwhile has woken nobody
 
     def _is_orphan(self, run: Run, now: float) -> bool:
         """A call of a gateway that is gone lives for a client that resumes it, and not for long."""

@@ -14,6 +14,7 @@ from gateway.tasks import Tasks
 from .event_ids import id_pair
 from .events import decode
 from .keeping import Keeper, is_lifecycle
+from .reading import read_whole
 from .run import Run, RunEvent
 from .state import RunState
 
@@ -38,8 +39,15 @@ class Telling:
             run.is_flushing = True
             self._tasks.spawn(self._flush(run), run.in_logs())
 
+    async def tell_ended(self, run_id: str) -> None:
+        """What a gateway may not have told that died just behind a run's end. Raises BusLost."""
+        state, transcript = await read_whole(self._bus, run_id)
+        await self.retell(Run(run_id, state, order=None, transcript=transcript))
+
     async def retell(self, run: Run) -> None:
         """All that a gateway that is gone may not have told. Raises BusLost."""
+        if run.state.accepted is not None:
+            await self._keeper.accepted(run)
         told = Run(run.run_id, RunState(), order=None)
         async for page in self._bus.pages(run.key, "0-0"):
             for entry in page:

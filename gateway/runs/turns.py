@@ -27,6 +27,7 @@ from .ends import calls_of
 from .events import InputRequired, Resumed, TurnOpened
 from .keeping import Keeper
 from .limits import most_tokens
+from .reading import read_state
 from .run import Run
 from .spec import ForkPoint
 from .state import Phase, RunState, failed
@@ -105,6 +106,28 @@ class Turns:
         finally:
             run.is_released = False
         await self._driver.nudge(run)
+
+    async def send_again(self, run: Run) -> None:
+        """The present attempt once more: who wrote its Dispatched may have died before it sent the Submit. An
+        engine that has it drops the second one. Waits for a lost bus.
+        """
+        async with run.lock:
+            while run.run_id in self._driver.runs:
+                try:
+                    return await self._send_again(run)
+                except BusLost:
+                    await self._bus.wait_available()
+
+    async def _send_again(self, run: Run) -> None:
+        state = await read_state(self._bus, run.run_id, run.state)
+        engine = self._places.holding(state.engine_id, state.incarnation)
+        if state.phase is not Phase.DISPATCHED or state.attempt != run.state.attempt or engine is None:
+            return
+        order, promised = self.attempt_order(run), await self._keeper.promised(run)
+        if promised is not None:
+            order = replace(order, max_tokens=promised + order.generated_tokens)
+        submit = submit_of(order, run.run_id, state.attempt, engine.info)
+        await self._bus.send(inbox_key(engine.info.engine_id), encode(submit))
 
     async def expire(self, run: Run) -> None:
         """Its class lets nobody wait in line for so long; one that has left the line meanwhile goes on."""

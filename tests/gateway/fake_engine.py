@@ -224,7 +224,7 @@ class FakeEngine:
                 for entry, fields in entries:
                     position = entry.decode()
                     message = decode_to_engine(fields[EVENT_FIELD])
-                    if isinstance(message, Submit) and message.incarnation == self.incarnation:
+                    if isinstance(message, Submit) and self._is_new(message):
                         self.turns.append(Turn(message))
                         task = asyncio.create_task(self._run(self.turns[-1]))
                         running.add(task)
@@ -235,6 +235,12 @@ class FakeEngine:
                         await self._tell(message)
                     elif isinstance(message, CancelAgents):
                         self.agent_cancels.append(message)
+
+    def _is_new(self, submit: Submit) -> bool:
+        """Meant for this incarnation, and none that is open: as the real one looks at it."""
+        key = (submit.run_id, submit.attempt)
+        is_open = any((t.submit.run_id, t.submit.attempt) == key and not t.has_ended for t in self.turns)
+        return submit.incarnation == self.incarnation and not is_open
 
     async def _run(self, turn: Turn) -> None:
         turn.has_begun = True
