@@ -180,6 +180,10 @@ class NoEngine(GatewayError):
         super().__init__(kind, message, retry_after=retry_after)
 
 
+class StillWaiting(NoEngine):
+    """What was asked for is under way and will come: asked for again, it is waited for and not done twice."""
+
+
 class TurnFailed(GatewayError):
     """A turn ended in `Failed` or `Cancelled`; kind, message and retryability are the event's own."""
 

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from gateway.bus import BusLost
-from gateway.errors import GatewayError, InvalidField
+from gateway.errors import GatewayError, InvalidField, StillWaiting
 from gateway.flow.classes import FlowHints
 from gateway.http.api import INLINE_BODY_BYTES
 from gateway.http.fields import read_fields
@@ -168,9 +168,9 @@ async def _create(request: web.Request, wanted: _Wanted) -> CreatedBody:
         state = await state_of(request, claim.run_id)
         return _created(claim.run_id, state.spec, state.status, replayed=True)
     try:
-        return await _start(request, wanted)
-    except BusLost:
-        raise  # it may be there or not: whoever asks again finds out
+        return await _start(request, replace(wanted, run_id=claim.run_id))
+    except (BusLost, StillWaiting):
+        raise  # it may be there or not, or will be: whoever asks again finds out
     except GatewayError:
         await claims.release(tenant, wanted.key, wanted.run_id)
         raise

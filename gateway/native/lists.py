@@ -14,6 +14,7 @@ from gateway.http.stream import json_response
 from gateway.runs.events import run_commands_key
 from gateway.runs.outcomes import FINAL
 from gateway.store.index import Filter, RunNote
+from gateway.store.keys import run_key
 from workers.messages import RUNS_LIVE_KEY, run_events_key
 
 from .access import own_run, state_of, store_of
@@ -75,7 +76,7 @@ async def delete_run(request: web.Request) -> web.Response:
         )
     store, spec = store_of(request), state.spec
     pipeline = store.bus.commands.pipeline(transaction=True)
-    pipeline.delete(run_events_key(run_id), run_commands_key(run_id))
+    pipeline.delete(run_events_key(run_id), run_commands_key(run_id), run_key(run_id, "mirrored"))
     pipeline.srem(RUNS_LIVE_KEY, run_id)
     await store.bus.execute(pipeline)
     await store.ids.remove(run_id)

@@ -38,7 +38,7 @@ Item = TypeVar("Item")
 
 async def get_events(request: web.Request) -> web.StreamResponse:
     """A run's events from the start, or behind `Last-Event-ID` or `?after=`."""
-    after = _after(request)
+    after, follows = _after(request), flag(request.query, "follow", default=True)
     run_id, state = await own_run(request)
     if after == RUN_END_ID:
         return web.Response(status=204)  # all was seen: an event source stops asking
@@ -48,7 +48,7 @@ async def get_events(request: web.Request) -> web.StreamResponse:
     if not await bus.read(run_events_key(run_id), "0-0", 1):  # they have expired, or the bus has lost them
         gap = Gap(run=run_id, after=after, before=RUN_END_ID)
         await stream.send(frames([gap, told_end(run_id, state.status, state)]), RUN_END_ID)
-    elif flag(request.query, "follow", default=True):
+    elif follows:
         await _follow_run(request, stream, teller, after)
     else:
         async for page in bus.pages(run_events_key(run_id), "0-0"):
@@ -61,7 +61,7 @@ async def get_events(request: web.Request) -> web.StreamResponse:
 
 async def get_session_events(request: web.Request) -> web.StreamResponse:
     """What happens to all runs of a session, from the start or behind an id of this stream."""
-    after = _after(request)
+    after, follows = _after(request), flag(request.query, "follow", default=True)
     session, _ = await session_runs(request)
     where, log = (access_of(request).tenant, session), store_of(request).session_log
     lacks = await log.lacks(*where, after)
@@ -72,7 +72,7 @@ async def get_session_events(request: web.Request) -> web.StreamResponse:
     stream = await _open(request, _SessionVoice())
     if lacks:
         await stream.send(frames([gap]))
-    if flag(request.query, "follow", default=True):
+    if follows:
         follower = log.follow(*where, after)
         try:
             source = _followed(follower.next)

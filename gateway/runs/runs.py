@@ -123,7 +123,7 @@ class Runs:
         self._check_open()
         with place or self.reserve(order.engine, order.flow):
             run = await self._accept(run_id, order, spec)
-        if run is None:
+        if run is None or run_id in self._driver.runs:
             return run_id
         run.conversation = conversation
         with run.in_logs():

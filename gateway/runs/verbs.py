@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 
-from gateway.errors import Conflict, InvalidField, NoEngine
+from gateway.errors import Conflict, InvalidField, StillWaiting
 
 from . import outcomes
 from .commands import (
@@ -99,9 +99,10 @@ class Verbs:
         """Gives a run in input_required what it waits for."""
         state = await self._recorder.state(run_id)
         known = {call.id for call in state.calls}
+        is_asked = state.phase is Phase.INPUT_REQUIRED and command not in state.obeyed
         for index, output in enumerate(outputs):
             _check_text(f"outputs[{index}].output", output.output)
-            if state.phase is Phase.INPUT_REQUIRED and output.call_id not in known:
+            if is_asked and output.call_id not in known:
                 raise InvalidField(
                     f"outputs[{index}].call_id",
                     f"'outputs[{index}].call_id' is none of the calls that the run waits for: "
@@ -122,7 +123,7 @@ class Verbs:
 
     async def fork(self, at: ForkPoint, spec: RunSpec, run_id: str, command: str) -> outcomes.Forked:
         """A child of the run `at.run`, there or not. Raises Conflict where the parent's tokens are gone."""
-        command = command_id(command)
+        command = command or (f"fork-{run_id}" if run_id else command_id(""))
         run_id = run_id or f"run-{hashlib.blake2b(command.encode(), digest_size=16).hexdigest()}"
         state = await self._recorder.state(at.run)
         num_tokens = None
@@ -133,7 +134,10 @@ class Verbs:
             seen, num_tokens = await self._recorder.until(at.run, command, state, _forked)
             state = seen.state
         if num_tokens is None and state.phase is not Phase.ENDED:
-            raise NoEngine("The parent has not reached its next border yet. Repeat the call to wait on.")
+            raise StillWaiting(
+                "The parent has not reached its next border yet. Repeat the call with the same "
+                "Idempotency-Key to wait on: without one, another child is made."
+            )
         if num_tokens is None:
             num_tokens = await self._making.child_of_ended(run_id, at, spec, state)
         ends_in_answer = at.token is None and not at.is_between_messages

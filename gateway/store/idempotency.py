@@ -26,7 +26,9 @@ LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The run that this key stands for. `is_new`: it is the claimant's to create."""
+    """The run that this key stands for. `is_new`: it is the claimant's to create, maybe once more: one that
+    claimed before may be slow and not gone.
+    """
 
     run_id: str
     is_new: bool
@@ -35,6 +37,7 @@ class Claim:
 class _Claimed(msgspec.Struct, frozen=True, array_like=True):
     run_id: str
     body_digest: bytes
+    claimant: str  # the run id that it came with: its own while nobody claimed before
 
 
 class Idempotency:
@@ -47,36 +50,39 @@ class Idempotency:
     async def claim(self, tenant: str, key: str, body_digest: bytes, run_id: str) -> Claim:
         """The run of an earlier call with this key and body, once it has come to be; else `run_id` is new.
 
-        Waits up to CLAIM_SECONDS for another claimant to create its run, then takes its place. Raises
-        Conflict when the key came with another body, and BusLost.
+        Waits up to CLAIM_SECONDS for another claimant to create its run, then creates that one in its place.
+        Raises Conflict when the key came with another body, and BusLost.
         """
         name = named_key("claim", tenant, key)
-        ours = _encode(_Claimed(run_id, body_digest))
         while True:
             pipeline = self._bus.commands.pipeline(transaction=True)
-            pipeline.set(name, ours, nx=True, ex=DAY_SECONDS)
+            pipeline.set(name, _encode(_Claimed(run_id, body_digest, run_id)), nx=True, ex=DAY_SECONDS)
             pipeline.get(name)
             pipeline.pttl(name)
             _, found, left = await self._bus.execute(pipeline)
             claimed = _decode(found)
             if claimed.body_digest != body_digest:
                 raise _conflict(key, claimed.run_id)
-            if claimed.run_id == run_id:
-                return Claim(run_id, is_new=True)
+            if claimed.claimant == run_id:
+                return Claim(claimed.run_id, is_new=True)
             if await self._has_come_to_be(claimed.run_id):
                 return Claim(claimed.run_id, is_new=False)
             age_seconds = DAY_SECONDS - left / 1000
-            if age_seconds >= self._claim_seconds and await self._take_over(name, found, ours):
-                return Claim(run_id, is_new=True)
+            if age_seconds >= self._claim_seconds:
+                ours = _Claimed(claimed.run_id, body_digest, run_id)
+                if await self._take_over(name, found, _encode(ours)):
+                    return Claim(claimed.run_id, is_new=True)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def release(self, tenant: str, key: str, run_id: str) -> None:
-        """The claimed run will not come to be: it was refused. Safe to repeat; raises BusLost."""
+        """The run that was claimed with this id will not come to be: it was refused. Safe to repeat; raises
+        BusLost.
+        """
         name = named_key("claim", tenant, key)
 
         async def decide(pipeline: Pipeline) -> None:
             found: Any = await self._bus.answered(pipeline.get(name))
-            if found is not None and _decode(found).run_id == run_id:
+            if found is not None and _decode(found).claimant == run_id:
                 pipeline.multi()  # type: ignore[no-untyped-call]
                 pipeline.delete(name)
 

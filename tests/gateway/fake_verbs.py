@@ -49,6 +49,7 @@ class FakeVerbs(FakeRuns):
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
         self.specs: dict[str, RunSpec] = {}
         self.num_created = 0
+        self.children: list[str] = []  # ids that forks were asked for under
         self.refusals: list[Exception | None] = []  # of the next creates
 
     # As Runs has them.
@@ -89,6 +90,7 @@ class FakeVerbs(FakeRuns):
 
     async def fork(self, at: ForkPoint, spec: RunSpec, *, run_id: str = "", command: str = "") -> Forked:
         self.asked.append(("fork", (at, command)))
+        self.children.append(run_id)
         child = await self.create(spec, run_id)
         return Forked(child, parent_tokens=7, cached_tokens=7, recomputed_tokens=0)
 

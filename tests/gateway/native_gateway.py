@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gateway.bus import Bus
 from gateway.callers.tokens import TokenStore
 from gateway.http.app import Parts, build_app
 from gateway.settings import GatewaySettings
+from gateway.store.idempotency import CLAIM_SECONDS, Idempotency
 from gateway.store.store import Store, store_in
 from metrics.instruments import Instruments
 
@@ -36,10 +37,12 @@ class Native(NativeClient):
 
 
 @contextlib.asynccontextmanager
-async def native_gateway(url: str, folder: Path, **settings: Any) -> AsyncIterator[Native]:
+async def native_gateway(
+    url: str, folder: Path, *, claim_seconds: float = CLAIM_SECONDS, **settings: Any
+) -> AsyncIterator[Native]:
     """Over this bus."""
     async with connected(url) as bus, aiohttp.ClientSession() as http:
-        store = store_in(bus)
+        store = replace(store_in(bus), idempotency=Idempotency(bus, claim_seconds=claim_seconds))
         verbs = FakeVerbs(store)
         tokens = TokenStore(folder / "tokens.json")
         app = build_app(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.errors import NoEngine, Overloaded
+from gateway.errors import NoEngine, Overloaded, StillWaiting
 from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
 
@@ -186,6 +186,19 @@ async def test_a_refused_call_may_be_sent_again_with_its_key(native: Native) -> 
     native.verbs.refusals = [Overloaded(3), NoEngine("None.")]
     statuses = [(await native.call("POST", "/v1/runs", HELLO, Idempotency_Key="k"))[0] for _ in range(3)]
     assert statuses == [429, 503, 202]
+
+
+async def test_a_fork_that_is_still_under_way_is_waited_for_and_not_made_twice(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with native_gateway(valkey.url, tmp_path, claim_seconds=0.1) as native:
+        parent = await native.create()
+        native.verbs.refusals = [StillWaiting("Not yet.")]
+        fork = ("POST", f"/v1/runs/{parent}/fork", HELLO)
+        statuses = [(await native.call(*fork, Idempotency_Key="k"))[0] for _ in range(3)]
+        assert statuses == [503, 202, 202]
+        assert len(native.verbs.children) == 2
+        assert len(set(native.verbs.children)) == 1
 
 
 async def test_a_client_that_leaves_while_its_run_is_made_does_not_tear_it(native: Native) -> None:

@@ -194,6 +194,13 @@ async def test_a_session_log_that_was_lost_is_a_gap(native: Native) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/runs/{}/events", "/v1/sessions/s/events"])
+async def test_a_bad_query_is_refused_before_the_stream_begins(native: Native, path: str) -> None:
+    run_id = await native.create(session="s")
+    status, told = await native.call("GET", f"{path.format(run_id)}?follow=maybe")
+    assert (status, told["error"]["param"]) == (400, "follow")
+
+
+@pytest.mark.parametrize("path", ["/v1/runs/{}/events", "/v1/sessions/s/events"])
 @pytest.mark.parametrize("after", ["x", "1", "1-2-3", "-1", "9" * 30 + "-1", "9" * 20 + "-1", "1-\u0661"])
 async def test_an_id_of_no_stream_is_refused(native: Native, path: str, after: str) -> None:
     run_id = await native.create(session="s")

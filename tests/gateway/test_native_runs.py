@@ -128,6 +128,14 @@ async def test_a_verb_with_a_key_has_one_command(native: Native) -> None:
     assert all(commands)
 
 
+async def test_a_key_that_comes_with_another_text_loses_none(native: Native) -> None:
+    run_id = await native.create()
+    for body in (b'{"text": "x"}', b'{ "when": "now", "text":"x" }', b'{"text": "y"}'):
+        await native.call("POST", f"/v1/runs/{run_id}/steer", body, Idempotency_Key="k")
+    commands = [given[-1] for _, given in native.verbs.asked]
+    assert commands[0] == commands[1] != commands[2]
+
+
 @pytest.mark.parametrize(
     ("verb", "body", "param"),
     [

@@ -150,6 +150,19 @@ async def test_calls_wait_for_their_results_which_open_a_turn(valkey: ValkeyServ
         assert (await result(gate, run_id)).text == "done"
 
 
+async def test_a_repeated_response_is_answered_the_same_while_the_run_waits_again(
+    valkey: ValkeyServer,
+) -> None:
+    async with TalkingEngine(valkey.url, lambda prompt: CALL), chatting(valkey.url) as gate:
+        run_id = await gate.runs.create(spec(tools=True))
+        state = await reaches(gate, run_id, "input_required")
+        outputs = [ToolOutput(call_id=state.calls[0].id, output="contents")]
+        assert (await gate.runs.respond(run_id, outputs, command="r1")).turn == 2
+        await reaches(gate, run_id, "input_required")
+        assert (await gate.runs.respond(run_id, outputs, command="r1")).turn == 2
+        await gate.runs.cancel(run_id, seconds=5)
+
+
 async def test_a_response_that_nobody_waits_for_is_a_conflict(valkey: ValkeyServer) -> None:
     async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
         engine.allowed = 2
