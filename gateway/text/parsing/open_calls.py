@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .formats import Reading
-from .parts import Content, Said
-from .reader import Reader
+from .parts import Said
+from .reader import Reader, read
 
 _OPENINGS: dict[str, tuple[str, ...]] = {
     "tagged": ("<tool_call>",),
@@ -26,36 +26,20 @@ class OpenCall:
 
 
 def open_call(reading: Reading, text: str) -> OpenCall | None:
-    """The call within which the text ends; None: there is none."""
+    """The call within which the text ends, be it before its closing tag; None: there is none.
+
+    Of several calls in one list the whole list is open.
+    """
     if reading.calls is None:
         return None
     reader, said = Reader(reading), Said()
     said.add(reader.feed(text))
-    if said.calls and not said.calls[-1].is_over:
-        return OpenCall(_start(reading, text, len(said.calls) - 1), said.calls[-1].name)
-    tail = "".join(part.text for part in reader.end() if isinstance(part, Content))
-    found = [tail.find(opening) for opening in _OPENINGS[reading.calls] if opening in tail]
-    return OpenCall(len(text) - len(tail) + min(found), "") if found and text.endswith(tail) else None
-
-
-def _start(reading: Reading, text: str, num_closed: int) -> int:
-    """The first opening behind so many whole calls: those within a call's arguments stand in an open one.
-
-    0 where the call has no opening of its own: such calls are the whole turn.
-    """
-    for start in _openings(reading, text):
-        said = Said()
-        said.add(Reader(reading).feed(text[:start]))
-        if len(said.calls) == num_closed and all(call.is_over for call in said.calls):
-            return start
-    return 0
-
-
-def _openings(reading: Reading, text: str) -> list[int]:
-    found = []
-    for opening in _OPENINGS[reading.calls or "tagged"]:
-        start = text.find(opening)
-        while start >= 0:
-            found.append(start)
-            start = text.find(opening, start + 1)
-    return sorted(found)
+    start = reader.open_at
+    if start is None:
+        return None
+    calls = said.calls[len(read(reading, text[:start]).calls) :]
+    if not calls:
+        return OpenCall(start, "") if text.startswith(_OPENINGS[reading.calls], start) else None
+    if reader.is_unclosed or not calls[-1].is_over:
+        return OpenCall(start, calls[-1].name)
+    return None

@@ -38,11 +38,17 @@ class Reader:
         self._num_broken = 0
         self._has_called = self._is_cut = False
         self.has_dropped = False  # something after the first call, because only that is wanted
+        self.open_at: int | None = (
+            None  # where what may hold calls begins that the text so far has not closed
+        )
+        self.is_unclosed = False  # a tag or bracket of these calls is still to come
+        self._num_fed = 0
         self._steps: Steps[None] | None = self._read()
 
     def feed(self, text: str) -> list[Part]:
         """The parts that became certain."""
         self._tape.text += text
+        self._num_fed += len(text)
         return self._go_on()
 
     def end(self) -> list[Part]:
@@ -60,7 +66,9 @@ class Reader:
     def _read(self) -> Steps[None]:
         yield from self._think()
         tape = self._tape
+        self._open("")
         has_called = yield from self._bare_calls()
+        self._close()
         markers = _MARKERS[self._reading.calls] if self._reading.calls is not None else ()
         while True:
             blank, marker = yield from copy_until(tape, markers, Content)
@@ -68,13 +76,23 @@ class Reader:
                 if blank.strip() or (blank and not has_called):
                     tape.parts.append(Content(blank))
                 return
-            if (yield from self._calls(marker)):
+            self._open(marker)
+            found = yield from self._calls(marker)
+            self._close()
+            if found:
                 has_called = True
                 continue
             tape.parts.append(Content(blank + marker))
             self._num_broken += 1
             if self._num_broken == MAX_BROKEN:
                 markers = ()
+
+    def _open(self, marker: str) -> None:
+        """Calls may begin behind a marker that was just read."""
+        self.open_at = self._num_fed - len(self._tape.text) - len(marker)
+
+    def _close(self) -> None:
+        self.open_at, self.is_unclosed = None, False
 
     def _think(self) -> Steps[None]:
         if self._reading.thinking is None:
@@ -129,14 +147,17 @@ class Reader:
         return (yield from self._named_bare())
 
     def _tagged(self) -> Steps[bool]:
-        position = yield from blanks(self._tape)
-        if self._reading.calls == "xml" and (yield from starts(self._tape, FUNCTION, position)):
-            found = yield from xml_call(self._tape, position, self._reading)
-        else:
-            found = yield from json_call(self._tape, position)
+        self.is_unclosed = True
+        found = yield from self._call_in_tag()
         if found:
             yield from close(self._tape, _TAG_END)
         return found
+
+    def _call_in_tag(self) -> Steps[bool]:
+        position = yield from blanks(self._tape)
+        if self._reading.calls == "xml" and (yield from starts(self._tape, FUNCTION, position)):
+            return (yield from xml_call(self._tape, position, self._reading))
+        return (yield from json_call(self._tape, position))
 
     def _json_calls(self, *, is_bare: bool) -> Steps[bool]:
         """Objects one after the other, with semicolons between them."""
@@ -164,6 +185,7 @@ class Reader:
     def _json_list(self, at: int, *, is_bare: bool) -> Steps[bool]:
         names = self._reading.tools if is_bare else None
         found = False
+        self.is_unclosed = True
         position = yield from blanks(self._tape, at + 1)
         while (yield from json_call(self._tape, position, names, is_certain=not is_bare)):
             found = True
@@ -171,6 +193,7 @@ class Reader:
             following = yield from one_of(self._tape, (",", "]"), end)
             if following == "]":
                 self._tape.drop(end + 1)
+                self.is_unclosed = False
             if following != ",":
                 break
             position = yield from blanks(self._tape, end + 1)

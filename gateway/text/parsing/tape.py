@@ -78,10 +78,12 @@ def skip_newlines(tape: Tape) -> Steps[None]:
 
 
 def close(tape: Tape, literal: str) -> Steps[None]:
-    """Reads the literal and the white space before it, if it comes next."""
+    """Reads the literal and the white space before it, if it comes next; a part where the text ends."""
     position = yield from blanks(tape)
     if (yield from starts(tape, literal, position)):
         tape.drop(position + len(literal))
+    elif tape.is_over and position < len(tape.text) and literal.startswith(tape.text[position:]):
+        tape.drop(len(tape.text))
 
 
 def copy_until(
