@@ -71,13 +71,14 @@ async def test_a_subtree_ends_in_line_and_on_engines_and_nobody_else_does(valkey
         root = CancelAgents(session="s", agent="a")
         assert await gate.runs.cancel_agents(root, {"a", "a1"}) == 2
         await until(lambda: engine.agent_cancels == [root])
-        await engine.cancel_of(engine.turns[1])
-        await engine.obey_cancel(engine.turns[1])
+        by_run = {turn.submit.run_id: turn for turn in engine.turns}  # the two may come in either order
+        await engine.cancel_of(by_run[runs["a"]])
+        await engine.obey_cancel(by_run[runs["a"]])
         for agent in ("a", "a1"):
             await settled(gate, runs[agent])
             assert isinstance(assert_one_end(valkey, runs[agent]), Cancelled)
         assert await gate.runs.cancel_agents(root, {"a", "a1"}) == 0
-        await engine.finish(engine.turns[0])
+        await engine.finish(by_run[runs["root"]])
         for number in (2, 3, 4):
             turn = await engine.turn(number)
             await engine.finish(turn)
