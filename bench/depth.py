@@ -156,7 +156,9 @@ def beside(folder: Path, num_tokens: int) -> int:
         num_states=loaded.ledger.num_states,
         num_small_states=loaded.ledger.num_small_states,
     )
-    engine = Engine(loaded.runner, cache, rules_of(loaded), num_workers=NUM_STREAMS, limits=limits)
+    engine = Engine(
+        loaded.runner, cache, rules_of(loaded, EngineSettings()), num_workers=NUM_STREAMS, limits=limits
+    )
     for stream in range(NUM_STREAMS - 1):
         engine.submit(_call(f"decode {stream}", 512, num_tokens // 2, loaded.digest))
     told_at: dict[str, float] = {}
