@@ -127,6 +127,13 @@ class Keeper:
         with contextlib.suppress(BusLost):
             await self.store.ids.put(run.run_id, ids, bases)
 
+    async def prompt(self, run_id: str, ids: bytes, parent: str) -> None:
+        """Keeps a child's first tokens, so that it depends on its parent no more, which may be steered to
+        others, or forgotten. A loss costs a takeover.
+        """
+        with contextlib.suppress(BusLost):
+            await self.store.ids.put(run_id, ids, [parent])
+
     async def ids_of(self, run_id: str) -> bytes | None:
         """The tokens of a run that may be gone. Raises BusLost."""
         return await self.store.ids.get(run_id)

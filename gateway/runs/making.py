@@ -73,7 +73,7 @@ class Making:
         """Rebuilds what only the run's own gateway held, so that this one may go on. Raises GatewayError."""
         spec, parent_ids = run.state.spec, None
         if spec.fork is not None:
-            kept = await self._keeper.ids_of(spec.fork.run)
+            kept = await self._keeper.ids_of(run.run_id) or await self._keeper.ids_of(spec.fork.run)
             if kept is None:
                 raise Conflict("ids_gone", IDS_GONE)
             parent_ids = kept[: 4 * spec.fork.num_tokens]
@@ -101,6 +101,7 @@ class Making:
         begun = await self._talk.begin(spec, ids)
         spec = msgspec.structs.replace(spec, result_schema=begun.result_schema)
         order = replace(begun.order, prefers=parent.engine_id or "")
+        await self._keeper.prompt(run_id, order.token_ids, at.run)
         await self._runs.launch(run_id, order, spec, begun.conversation)
 
     async def _in_tree(self, spec: RunSpec) -> RunSpec:

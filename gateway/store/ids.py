@@ -79,12 +79,9 @@ class IdStore:
         BusLost.
         """
         name = f"{run_id}:{hashlib.blake2b(ids, digest_size=8).hexdigest()}"
-        shared, chain = await self._best_base(ids, dict.fromkeys((run_id, *bases)))
-        delta = await _in_thread(_pack, len(ids) - 4 * shared, ids[4 * shared :])
-        record = _Record(shared, delta, chain)
-        await self._shelf.put(name, _encode(record), used=[link.name for link in chain])
+        known = await self._put_before(run_id, name) or await self._put_new(run_id, name, ids, bases)
         await self._bus.answered(self._bus.commands.set(_head_key(run_id), name, ex=DAY_SECONDS))
-        self._recent.add(run_id, _Known(ids, _Link(name, shared), chain))
+        self._recent.add(run_id, known)
 
     async def get(self, run_id: str) -> bytes | None:
         """A run's newest ids; None when they were never kept, or are gone. Raises BusLost."""
@@ -96,15 +93,37 @@ class IdStore:
         self._recent.remove(run_id)
         await self._bus.answered(self._bus.commands.delete(_head_key(run_id)))
 
-    async def _best_base(self, ids: bytes, run_ids: Iterable[str]) -> tuple[int, tuple[_Link, ...]]:
-        """How many ids are another record's, and the chain to it; nothing where that grows too long."""
+    async def _put_before(self, run_id: str, name: str) -> _Known | None:
+        """The record of that name, renewed. Written anew it would be based on itself, as the run's newest."""
+        known = self._recent.get(run_id)
+        if known is None or known.link.name != name:
+            known = await self._read(name)
+        if known is None:
+            return None
+        names = [link.name for link in (*known.chain, known.link)]
+        return known if await self._shelf.renew(names) else None
+
+    async def _put_new(self, run_id: str, name: str, ids: bytes, bases: Sequence[str]) -> _Known:
+        shared, chain = await self._best_base(name, ids, dict.fromkeys((run_id, *bases)))
+        delta = await _in_thread(_pack, len(ids) - 4 * shared, ids[4 * shared :])
+        record = _Record(shared, delta, chain)
+        await self._shelf.put(name, _encode(record), used=[link.name for link in chain])
+        return _Known(ids, _Link(name, shared), chain)
+
+    async def _best_base(
+        self, name: str, ids: bytes, run_ids: Iterable[str]
+    ) -> tuple[int, tuple[_Link, ...]]:
+        """How many ids are another record's, and the chain to it; nothing where that grows too long, or where
+        it has lost the record that is to be written.
+        """
         best, best_chain = 0, tuple[_Link, ...]()
         for run_id in run_ids:
             known = await self._known(run_id)
             shared = shared_ids(ids, known.ids) if known is not None else 0
             if known is not None and shared > best:
                 best, best_chain = shared, known.chain_for(shared)
-        return (best, best_chain) if len(best_chain) < MAX_CHAIN else (0, ())
+        is_circle = any(link.name == name for link in best_chain)
+        return (0, ()) if is_circle or len(best_chain) >= MAX_CHAIN else (best, best_chain)
 
     async def _known(self, run_id: str) -> _Known | None:
         head = await self._bus.get(_head_key(run_id))

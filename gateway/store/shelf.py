@@ -55,6 +55,14 @@ class Shelf:
         await self._bus.execute(pipeline)
         await self.sweep_if_due()
 
+    async def renew(self, names: Sequence[str]) -> bool:
+        """Counts values as used now; whether all are there. Raises BusLost."""
+        pipeline = self._bus.commands.pipeline(transaction=True)
+        for name in names:
+            pipeline.expire(self._key(name), self._seconds)
+        pipeline.zadd(self._order, dict.fromkeys(names, self._now()), xx=True)
+        return all((await self._bus.execute(pipeline))[:-1])
+
     async def get(self, names: Sequence[str]) -> list[bytes | None]:
         """The values, None for those that are gone. Raises BusLost."""
         if not names:

@@ -70,6 +70,28 @@ async def test_a_runs_new_ids_leave_what_is_based_on_its_old_ones(valkey: Valkey
         assert await store.get("child") == ids_of(*range(90), 1)
 
 
+async def test_ids_that_are_put_again_are_not_based_on_themselves(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as bus:
+        first, longer, other = ids_of(*range(200)), ids_of(*range(300)), ids_of(*range(150), 7, 7)
+        for put in (first, first, longer, longer, other, first, longer):
+            await IdStore(bus).put("run", put)
+            assert await IdStore(bus).get("run") == put
+            await IdStore(bus).put("child", put, ["run"])
+            assert await IdStore(bus).get("child") == put
+
+
+async def test_ids_whose_base_is_gone_are_put_again_whole(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as bus:
+        ids = IdStore(bus)
+        await ids.put("run", ids_of(*range(200)))
+        await ids.put("run", ids_of(*range(300)))
+        with valkey.client() as client:
+            base, _ = client.zrange(f"{KEY_PREFIX}ids:order", 0, -1)
+            client.delete(f"{KEY_PREFIX}ids:{base.decode()}")
+        await ids.put("run", ids_of(*range(300)))
+        assert await IdStore(bus).get("run") == ids_of(*range(300))
+
+
 async def test_a_chain_is_never_longer_than_its_bound_and_siblings_make_none(valkey: ValkeyServer) -> None:
     async with connected(valkey.url) as bus:
         store = IdStore(bus)
