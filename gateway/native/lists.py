@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -23,6 +24,9 @@ from .reading import whole_number
 from .showing import show, show_line
 from .structs import MAX_LISTED
 from .trees import sum_usage, tree_of
+
+INLINE_RUNS = 100
+"""The tree of more is made in a thread."""
 
 STATUSES = ("queued", "prefilling", "decoding", "paused", "input_required", *FINAL)
 
@@ -88,7 +92,7 @@ async def delete_run(request: web.Request) -> web.Response:
 async def get_tree(request: web.Request) -> web.Response:
     """A session's agents and their runs."""
     session, notes = await session_runs(request)
-    agents = tree_of(notes)
+    agents = tree_of(notes) if len(notes) <= INLINE_RUNS else await asyncio.to_thread(tree_of, notes)
     return json_response(
         TreeBody(
             session=session,

@@ -22,6 +22,8 @@ from .keys import WEEK_SECONDS, named_key, run_key
 MAX_RUNS = 20_000
 """Of one tenant; a session lists as many as it has among them."""
 PAGE = 256
+AT_ONCE = 32
+"""Notes that are read at once."""
 MAX_PAGES = 40
 """How far one `find` looks for what fits its filter; the cursor goes on from there."""
 
@@ -119,12 +121,14 @@ class RunIndex:
 
     async def get(self, run_ids: Sequence[str]) -> list[RunNote]:
         """The notes of those that are listed. Raises BusLost."""
-        if not run_ids:
-            return []
-        pipeline = self._bus.commands.pipeline(transaction=False)
-        for run_id in run_ids:
-            pipeline.hmget(run_key(run_id, "note"), ["about", "status", "ended", "usage"])
-        return [note for fields in await self._bus.execute(pipeline) if (note := _note(fields)) is not None]
+        notes: list[RunNote] = []
+        for start in range(0, len(run_ids), AT_ONCE):  # thousands at once would hold up everybody
+            pipeline = self._bus.commands.pipeline(transaction=False)
+            for run_id in run_ids[start : start + AT_ONCE]:
+                pipeline.hmget(run_key(run_id, "note"), ["about", "status", "ended", "usage"])
+            found = await self._bus.execute(pipeline)
+            notes += [note for fields in found if (note := _note(fields)) is not None]
+        return notes
 
     async def find(self, tenant: str, which: Filter, *, before: str | None = None, limit: int = 100) -> Page:
         """Up to `limit` of a tenant's runs behind a page's cursor. Raises BusLost; ValueError for a cursor

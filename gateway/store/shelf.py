@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from redis.asyncio.client import Pipeline
 
@@ -16,6 +15,9 @@ from workers.messages import KEY_PREFIX
 
 SWEEP_SHARE = 16
 """A gateway looks at the sum of all sizes after it has added this part of what is allowed."""
+
+PAGE = 128
+"""So many names are read at once."""
 
 OVERHEAD_BYTES = 300
 """What a value costs beside itself: its key, and its names in the order and among the sizes."""
@@ -96,19 +98,38 @@ class Shelf:
         if self._unswept < self._max_bytes // SWEEP_SHARE:
             return
         self._unswept = 0
-        pipeline = self._bus.commands.pipeline(transaction=True)
-        pipeline.zrange(self._order, 0, -1, withscores=True)
-        pipeline.zrange(self._sizes, 0, -1, withscores=True)
-        order, sizes = await self._bus.execute(pipeline)
-        await self.remove(self._surplus(order, {name: int(size) for name, size in sizes}))
+        total = await self._total()
+        while surplus := await self._surplus(total):
+            total -= sum(surplus.values())
+            await self.remove(list(surplus))
 
-    def _surplus(self, order: Any, sizes: dict[bytes, int]) -> list[str]:
-        """The oldest first: all that is left when the rest is young and small enough."""
-        expired_before = self._now() - self._seconds
-        total, surplus = sum(sizes.values()), []
-        for name, used in order:
+    async def _total(self) -> int:
+        """The sum of all sizes, page by page: tens of thousands at once would hold up everybody."""
+        total, start = 0.0, 0
+        while True:
+            page = await self._page(self._sizes, start)
+            total += sum(size for _, size in page)
+            start += len(page)
+            if len(page) < PAGE:
+                return int(total)
+
+    async def _surplus(self, total: int) -> dict[str, int]:
+        """Those of the oldest that must go, with their sizes; none when all is young and small enough."""
+        oldest = await self._page(self._order, 0)
+        if not oldest:
+            return {}
+        names = [name.decode() for name, _ in oldest]
+        sizes = await self._bus.answered(self._bus.commands.zmscore(self._sizes, names))
+        expired_before, surplus = self._now() - self._seconds, dict[str, int]()
+        for name, (_, used), size in zip(names, oldest, sizes, strict=True):
             if used >= expired_before and total <= self._max_bytes:
                 break
-            total -= sizes.get(name, 0)
-            surplus.append(name.decode())
+            surplus[name] = int(size or 0)
+            total -= int(size or 0)
         return surplus
+
+    async def _page(self, key: str, start: int) -> list[tuple[bytes, float]]:
+        page: list[tuple[bytes, float]] = await self._bus.answered(
+            self._bus.commands.zrange(key, start, start + PAGE - 1, withscores=True)
+        )
+        return page
