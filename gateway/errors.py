@@ -27,7 +27,9 @@ KINDS: dict[str, ErrorKind] = {
     "invalid_field": ErrorKind(400, INVALID),
     "invalid_json": ErrorKind(400, INVALID),
     "template_error": ErrorKind(400, INVALID),
+    "invalid_request": ErrorKind(400, INVALID),  # as engines, and aiohttp, find it
     "context_length_exceeded": ErrorKind(400, INVALID),
+    "context_exceeded": ErrorKind(400, INVALID),  # as engines find it
     "thread_unsupported_request": ErrorKind(400, INVALID),
     "unauthorized": ErrorKind(401, "authentication_error"),
     "forbidden": ErrorKind(403, "permission_error"),
@@ -41,6 +43,9 @@ KINDS: dict[str, ErrorKind] = {
     "idempotency_conflict": ErrorKind(409, INVALID),
     "run_ended": ErrorKind(409, INVALID),
     "run_live": ErrorKind(409, INVALID),
+    "no_input_required": ErrorKind(409, INVALID),
+    "cannot_continue": ErrorKind(409, INVALID),
+    "ids_gone": ErrorKind(409, INVALID),
     "body_too_large": ErrorKind(413, INVALID),
     "unsupported_content_type": ErrorKind(415, INVALID),
     "host_not_allowed": ErrorKind(421, INVALID),
