@@ -59,19 +59,26 @@ async def post_fork(request: web.Request) -> web.Response:
 
 
 async def post_batch(request: web.Request) -> web.Response:
-    """Up to 64 runs in their order; each is taken or refused on its own, unless `all_or_nothing`."""
+    """Up to 64 runs; each is taken or refused on its own, unless `all_or_nothing`. First the forks, together,
+    as each waits for its parent and for its child's worker; then the others in their order.
+    """
     key = idempotency_key(request.headers)
     is_whole, given = await _off_loop(await request.read(), _read_batch)
     wanted = [await _wanted_or_not(request, asked, key, number) for number, asked in enumerate(given)]
     if is_whole:
         _check_room(request, wanted)
-    items: list[BatchItem] = []
-    for one in wanted:
-        item = await _create_item(request, one)
-        if is_whole and isinstance(item, GatewayError):
-            await _take_back(request, items)
-            raise item
-        items.append(_refused(item) if isinstance(item, GatewayError) else item)
+    forks = [n for n, one in enumerate(wanted) if isinstance(one, _Wanted) and one.spec.fork is not None]
+    forked = await asyncio.gather(*(_create_item(request, wanted[number]) for number in forks))
+    made: dict[int, BatchItem | GatewayError] = dict(zip(forks, forked, strict=True))
+    refusal = next((item for item in forked if isinstance(item, GatewayError)), None)
+    for number, one in enumerate(wanted):
+        if number not in made and not (is_whole and refusal is not None):
+            made[number] = item = await _create_item(request, one)
+            refusal = item if isinstance(item, GatewayError) else refusal
+    if is_whole and refusal is not None:
+        await _take_back(request, [item for item in made.values() if isinstance(item, BatchItem)])
+        raise refusal
+    items = [_told(made[number]) for number in range(len(wanted))]
     num_accepted = sum(item.run is not None for item in items)
     return json_response(
         BatchBody(data=items, num_accepted=num_accepted), status=202 if num_accepted else 200
@@ -131,8 +138,10 @@ async def _create_item(request: web.Request, wanted: _Wanted | GatewayError) -> 
         return error
 
 
-def _refused(error: GatewayError) -> BatchItem:
-    return BatchItem(status=error.status, error=error.body()["error"])
+def _told(item: BatchItem | GatewayError) -> BatchItem:
+    if isinstance(item, GatewayError):
+        return BatchItem(status=item.status, error=item.body()["error"])
+    return item
 
 
 async def _take_back(request: web.Request, items: list[BatchItem]) -> None:

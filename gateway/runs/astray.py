@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gateway.bus import Bus, BusLost, StreamGone
+from gateway.store.keys import WEEK_SECONDS
 from gateway.tasks import Border
 from workers.messages import Derail, Derailed, Note, encode, inbox_key
 
@@ -75,7 +76,9 @@ class Astray:
 
     async def _record(self, run: Run, command: Command) -> None:
         with contextlib.suppress(BusLost, StreamGone):
-            await self._bus.send(run_commands_key(run.run_id), encode(command))
+            key = run_commands_key(run.run_id)
+            await self._bus.send(key, encode(command))
+            await self._bus.answered(self._bus.commands.expire(key, WEEK_SECONDS))  # it may have ended by now
             await self._driver.look(run)
 
     async def _tell_engine(self, run: Run, found: Derail) -> None:

@@ -53,6 +53,7 @@ class Caretaker:
         self._runs = runs
         self._orphan_seconds = orphan_seconds
         self._seen: set[str] = set()  # foreign runs of the last sweep
+        self._gateways: dict[str, str] = {}  # that took these
         self._at_work: set[str] = set()
         self._tasks = Tasks()
         self._border = Border("caretaker")  # of one run: the others are looked after all the same
@@ -90,6 +91,7 @@ class Caretaker:
             with about_run(run_id), self._border, contextlib.suppress(BusLost, RunNotFound):
                 await self._adopt_abandoned(run_id)
         self._seen = foreign
+        self._gateways = {name: owner for name, owner in self._gateways.items() if name in foreign}
         for run in self._runs.local():
             if run.is_attended or (run.order is None and run.num_followers):
                 await self._attend(run)  # before another gateway calls it an orphan
@@ -98,22 +100,35 @@ class Caretaker:
     async def _adopt_abandoned(self, run_id: str) -> None:
         if not await self._is_abandoned(run_id):
             return
-        if await self._runs.adopt(run_id) is None:
+        try:
+            run = await self._runs.adopt(run_id)
+        except RunNotFound:
+            del self._gateways[run_id]  # its stream is gone meanwhile: the next sweep sees that
+            return
+        if run is None:
             await self._runs.driver.telling.tell_ended(run_id)
             await self._runs.clear(run_id)
         else:
             log.info("run_adopted")
 
     async def _is_abandoned(self, run_id: str) -> bool:
-        entries = await self._bus.read(run_events_key(run_id), "0-0", 1)
-        accepted = fold(entries).accepted
-        if accepted is None:
+        gateway = await self._gateway_of(run_id)
+        if gateway is None:
             if run_id in self._seen:
                 await self._bus.answered(self._bus.commands.srem(RUNS_LIVE_KEY, run_id))
             return False
-        if accepted.gateway == self._bus.gateway_id:
+        if gateway == self._bus.gateway_id:
             return run_id in self._seen  # ours, but its start failed half-way; once may be a start under way
-        return await self._bus.get(gateway_lease_key(accepted.gateway)) is None
+        return await self._bus.get(gateway_lease_key(gateway)) is None
+
+    async def _gateway_of(self, run_id: str) -> str | None:
+        """Who took a foreign run. It never changes, and what tells it has the run's whole body."""
+        if run_id not in self._gateways:
+            accepted = fold(await self._bus.read(run_events_key(run_id), "0-0", 1)).accepted
+            if accepted is None:
+                return None
+            self._gateways[run_id] = accepted.gateway
+        return self._gateways[run_id]
 
     async def _attend(self, run: Run) -> bool:
         """Stands in for the run's own gateway; False when that one lives, or another stands in already."""
@@ -128,7 +143,7 @@ class Caretaker:
 
     async def _check_heartbeats(self) -> None:
         """What their specs say of runs whose callers were not heard in time."""
-        runs = [run for run in self._runs.local() if run.is_ours and run.state.spec.heartbeat_ms is not None]
+        runs = [run for run in self._runs.local() if run.is_ours and _needs_beats(run)]
         beating = await self._runs.keeper.beating([run.run_id for run in runs])
         for run in runs:
             if run.run_id not in beating and run.left.hold is None and run.left.cancel is None:
@@ -235,3 +250,8 @@ class Caretaker:
             pass  # the next look tries again
         finally:
             self._at_work.discard(run.run_id)
+
+
+def _needs_beats(run: Run) -> bool:
+    spec = run.state.spec
+    return spec.heartbeat_ms is not None and spec.orphan != "continue"

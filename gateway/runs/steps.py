@@ -16,6 +16,8 @@ from .state import Phase, RunState, end_of
 from .transcript import whole_calls
 from .wishes import Left
 
+ONE_TURN = "A run of this kind has one turn only: send another call."
+
 
 @dataclass(frozen=True, slots=True)
 class Enter:
@@ -125,7 +127,7 @@ def _refusal(view: View) -> Refuse | None:
         return Refuse(names, "no_input_required", "The run waits for no input: see its status.")
     if not view.can_continue and left.steers:
         names = tuple(steer.command for steer in left.steers)
-        return Refuse(names, "cannot_continue", "A run of this kind has one turn only: send another call.")
+        return Refuse(names, "cannot_continue", ONE_TURN)
     if not view.can_fork and left.forks:
         names = tuple(fork.command for fork in left.forks)
         return Refuse(names, "cannot_continue", "The gateway that had this call's tokens is gone.")

@@ -29,6 +29,8 @@ from .making import Making
 from .recording import Recorder, Seen, command_id, run_ended
 from .spec import ForkPoint, RunSpec, encode_spec
 from .state import Phase, RunState
+from .steps import ONE_TURN
+from .transcript import shape_of
 
 CHILD_SECONDS = 1.0
 """How long a fork waits for its child's worker, to tell what it found in the cache."""
@@ -84,6 +86,9 @@ class Verbs:
         """Puts a text before the model as the user's."""
         _check_text("text", text)
         command = command_id(command)
+        state = await self._recorder.state(run_id)
+        if state.accepted is not None and shape_of(bytes(state.accepted.request)).endpoint == "text":
+            raise Conflict("cannot_continue", ONE_TURN)  # its owner would say so after the answer
         state = await self._recorder.record(run_id, SteerRun(command=command, text=text, when=when))
 
         seen, steered = await self._recorder.until(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -225,6 +226,56 @@ async def test_a_result_that_does_not_fit_its_schema_is_told_as_derailed(client:
     run_id = await client.create(result_schema={"type": "object"})
     told = await reaches(client, run_id, lambda told: told["status"] == "completed")
     assert (told["result"]["json"], told["derail"]["kind"]) == (None, "schema")
+
+
+async def test_what_a_runs_state_does_not_allow_is_a_conflict(
+    client: NativeClient, engine: TalkingEngine, valkey: ValkeyServer
+) -> None:
+    engine.allowed = 3
+    run_id = await client.create()
+    status, told = await client.call("POST", f"/v1/runs/{run_id}/respond", {"text": "more"})
+    assert (status, told["error"]["code"]) == (409, "no_input_required")
+    engine.allowed = None
+    await reaches(client, run_id, lambda told: told["status"] == "completed")
+    with valkey.client() as connection:
+        connection.delete(f"tetrarch:1:run:{run_id}:ids")
+    status, told = await client.call("POST", f"/v1/runs/{run_id}/fork", {"input": "x"})
+    assert (status, told["error"]["code"]) == (409, "ids_gone")
+
+
+async def test_forks_of_a_batch_do_not_wait_for_one_another(
+    client: NativeClient, engine: TalkingEngine
+) -> None:
+    engine.allowed = 5
+    parent = await client.create()
+    await reaches(client, parent, lambda told: told["usage"]["completion_tokens"] == 5)
+    engine.is_starting = False  # no child gets a worker
+    batch = {"runs": [{"input": f"{number}", "fork": {"run": parent}} for number in range(8)]}
+    begun = time.monotonic()
+    status, told = await client.call("POST", "/v1/runs/batch", batch)
+    assert (status, told["num_accepted"]) == (202, 8), told
+    assert time.monotonic() - begun < 4
+    engine.is_starting, engine.allowed = True, None
+    run_ids = [item["run"]["id"] for item in told["data"]]
+    _, waited = await client.call("POST", "/v1/runs/wait", {"ids": run_ids, "timeout_ms": 20_000})
+    assert [run["status"] for run in waited["done"]] == ["completed"] * 8
+
+
+async def test_a_call_of_one_turn_is_not_steered_to_a_next_one(
+    client: NativeClient, engine: TalkingEngine
+) -> None:
+    engine.allowed = 3
+    body = {"prompt": "Once"}
+    call = asyncio.create_task(client.call("POST", "/v1/completions", body))
+    async with asyncio.timeout(10):
+        while not (listed := (await client.call("GET", "/v1/runs?kind=call"))[1]["data"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    steer = {"text": "more", "when": "next_turn"}
+    status, told = await client.call("POST", f"/v1/runs/{listed[0]['id']}/steer", steer)
+    assert (status, told["error"]["code"]) == (409, "cannot_continue")
+    engine.allowed = None
+    answered, _ = await call
+    assert answered == 200
 
 
 async def test_many_runs_of_a_batch_are_waited_for_together(client: NativeClient) -> None:
