@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -22,12 +23,14 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from workers.messages import EVENT_FIELD, KEY_PREFIX, LEASE_SECONDS, RUN_END_ID, gateway_lease_key
 
+from .errors import InvalidField, shorten
 from .follower import QUEUE_ENTRIES as QUEUE_ENTRIES
 from .follower import BusLost as BusLost
 from .follower import Entry as Entry
 from .follower import Follower as Follower
 from .follower import StreamGone as StreamGone
 from .following import Positions
+from .runs.event_ids import id_pair
 from .tasks import Tasks, repeat
 
 COMMAND_SECONDS = 2.0
@@ -43,6 +46,8 @@ REFUSALS = ("equal or smaller", "exhausted the last possible ID")
 
 LOST = (RedisConnectionError, RedisTimeoutError, OSError, TimeoutError, OutOfMemoryError, ReadOnlyError)
 """What makes a bus useless to us: it does not answer, or it takes nothing more."""
+
+_ENTRY_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 log = structlog.get_logger(__name__)
 
@@ -227,7 +232,10 @@ class Bus:
     # Following.
 
     def follow(self, key: str, after: str) -> Follower:
-        """A follower of a stream's entries after an id. The stream should exist."""
+        """A follower of a stream's entries after an id. The stream should exist. Raises InvalidField for what
+        is no id: in the one command that reads all streams the store would refuse them all.
+        """
+        after = _checked(after)
         follower = Follower(self, key, after)
         if key not in self._followers:
             follower.behind = False  # the shared reader begins just where this follower does
@@ -315,6 +323,12 @@ class Bus:
         if works and not self._commands_work:
             self._returned.set()
         self._commands_work = works
+
+
+def _checked(entry_id: str) -> str:
+    if not _ENTRY_ID.fullmatch(entry_id) or max(id_pair(entry_id)) >= 2**64:
+        raise InvalidField("after", f"'{shorten(entry_id)}' is no id of a stream's entry, such as 1-12.")
+    return entry_id
 
 
 def _entries(found: Any) -> list[Entry]:
