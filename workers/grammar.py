@@ -178,7 +178,10 @@ class Grammars:
         if grammar.after is not None and not 0 < len(grammar.after) <= limits.max_marker:
             raise TurnRefused("grammar_error", "grammar.after must be the text of a token, or absent")
         building = Building(grammar, generated, now + limits.build_seconds)
-        if self._builder is None or self._builder.is_late(now):
+        if self._builder is not None and self._builder.is_late(now):
+            self._builder.retire()
+            self._builder = None
+        if self._builder is None:
             self._builder = _Builder(self._vocabulary, limits)
         self._builder.put(building, now)
         return building
@@ -204,7 +207,7 @@ class _Builder:
         self._make_vocabulary = vocabulary
         self._limits = limits
         self._waiting: list[tuple[Building, float]] = []  # with the times of `put`; the engine's thread only
-        self._queue: SimpleQueue[Building] = SimpleQueue()
+        self._queue: SimpleQueue[Building | None] = SimpleQueue()  # None: no more will come
         self._kept: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
         threading.Thread(target=self._run, name="grammars", daemon=True).start()
@@ -212,6 +215,10 @@ class _Builder:
     def put(self, building: Building, now: float) -> None:
         self._waiting.append((building, now))
         self._queue.put(building)
+
+    def retire(self) -> None:
+        """Ends the thread, and with it all that it keeps, once it has done what it was given."""
+        self._queue.put(None)
 
     @property
     def num_kept(self) -> int:
@@ -223,8 +230,7 @@ class _Builder:
         return bool(self._waiting) and now >= self._waiting[0][1] + self._limits.build_seconds
 
     def _run(self) -> None:
-        while True:
-            building = self._queue.get()
+        while (building := self._queue.get()) is not None:
             try:
                 building.succeed(self._build(building))
             except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -130,6 +131,19 @@ def test_a_grammar_too_slow_is_refused_by_the_clock_and_the_next_ones_are_built(
         building.poll(105.0)
     next_one = makers.begin(Grammar(source='start: "a"'), [], 106.0)
     assert allowed(wait_for_at(next_one, 106.0)) == {ord("a")}
+
+
+def test_a_thread_that_was_late_ends_with_its_work() -> None:
+    before = set(threading.enumerate())
+    makers = grammars(build_seconds=5.0)
+    slow = Grammar(source=source_of({"properties": {f"p{i}": {"type": "string"} for i in range(1000)}}))
+    for now in (100.0, 200.0, 300.0):
+        makers.begin(slow, [], now)
+    wait_for_at(makers.begin(Grammar(source='start: "a"'), [], 301.0), 301.0)
+    deadline = time.monotonic() + 20
+    while len(set(threading.enumerate()) - before) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(set(threading.enumerate()) - before) == 1
 
 
 def wait_for_at(building: Building, now: float) -> TurnGrammar:
