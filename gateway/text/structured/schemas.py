@@ -7,6 +7,7 @@ Whether patterns and unions can be made a grammar only the library knows: checks
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from urllib.parse import quote, unquote
 from gateway.errors import InvalidField, shorten
 
 Schema = dict[str, Any] | bool
+
+_INDEX = re.compile(r"[0-9]{1,9}")
 
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _SCHEMAS = ("items", "additionalProperties")
@@ -243,7 +246,7 @@ def _bound(key: str, value: Any, path: str) -> int | float:
 def _check_reference(root: Schema, path: str, reference: str) -> None:
     found: Any = root
     for name in pointer_of(reference):
-        if isinstance(found, list) and name.isdigit() and int(name) < len(found):
+        if isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
             found = found[int(name)]
         elif isinstance(found, dict) and name in found:
             found = found[name]
