@@ -230,12 +230,12 @@ def _retain(headers: Mapping[str, str], told: Retain | None) -> Retain:
 
 
 def _class(headers: Mapping[str, str], told: FlowClass | None) -> FlowClass | None:
-    """X-SMG-Priority is another router's header for the same four names."""
+    """X-SMG-Priority is another router's header for the same names; its highest is not ours."""
     text = headers.get("X-Tetrarch-Class", "").strip().lower()
     if text and text not in CLASSES:
         raise bad_field("X-Tetrarch-Class", text, remedy=" or ".join(f"'{name}'" for name in CLASSES))
     foreign = headers.get("X-SMG-Priority", "").strip().lower()
-    return _class_named(text) or told or _class_named(foreign)
+    return _class_named(text) or told or _class_named("interactive" if foreign == "system" else foreign)
 
 
 def _class_named(text: str) -> FlowClass | None:

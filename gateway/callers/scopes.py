@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from gateway.errors import GatewayError
 from gateway.flow.classes import FlowClass
 
 Scope = Literal["read", "control", "approve", "admin"]
@@ -35,6 +36,19 @@ class Access:
     def may(self, scope: Scope) -> bool:
         """Whether it has that scope. admin has all."""
         return scope in self.scopes or "admin" in self.scopes
+
+    def class_of(self, told: FlowClass | None) -> FlowClass:
+        """The class of a call that tells one, or none. `system` goes before all others, so that it is for
+        the operator: admins, tokens made with it, and whoever calls from this machine without a token.
+        Raises GatewayError `forbidden`.
+        """
+        if told != "system" or self.flow_class == "system" or not self.name or self.may("admin"):
+            return told or self.flow_class
+        raise GatewayError(
+            "forbidden",
+            f"The token '{self.name}' may not use the class 'system': choose 'interactive', or send a token "
+            "with the scope 'admin'.",
+        )
 
     def sees(self, tenant: str) -> bool:
         """Whether that tenant's runs are there for it."""

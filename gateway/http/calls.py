@@ -79,6 +79,7 @@ async def started_call(
     state = request.app[STATE]
     access = access_of(request)
     hints = read_hints(request.headers, asked)
+    access.class_of(hints.flow_class)
     caller = Caller(access.tenant, hints, access.namespace, access.flow_class)
     told = caller.hints.names
     if told.session or told.agent:

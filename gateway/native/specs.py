@@ -64,7 +64,7 @@ async def spec_of(request: web.Request, asked: AskedRun, point: ForkPoint | None
         tree=kin.tree,
         fork=point,
         body=asked.body(kin.names),
-        flow_class=hints.flow_class or access.flow_class,
+        flow_class=access.class_of(hints.flow_class),
         priority=hints.priority,
         expected_output_tokens=hints.expected_output_tokens or 0,
         retain=hints.retain,
