@@ -19,6 +19,9 @@ from .tools import Tools
 
 ChatMessage = dict[str, Any]
 
+MAX_OPENED_CHARS = 32 << 20
+"""What the thoughts that signatures carry may unpack to, all together."""
+
 ONLY_OWN = (
     "'text', 'thinking' or 'tool_use': blocks of Anthropic's server tools hold what this server cannot read"
 )
@@ -39,6 +42,7 @@ class History:
     tools: Tools
     messages: list[ChatMessage] = field(default_factory=list)
     num_changed: int = 0
+    num_opened: int = 0  # characters that signatures carried
     _names: dict[str, str] = field(default_factory=dict)  # of tools, by the ids of their calls
 
     def add(self, message: MessageParam, where: str) -> None:
@@ -113,6 +117,10 @@ class History:
         if not isinstance(text, str):
             raise wrong(f"{where}.thinking", text, "a string")
         thought = thought_of(text, signature)
+        self.num_opened += 0 if text else len(thought.text)
+        if self.num_opened > MAX_OPENED_CHARS:
+            remedy = f"left out: the conversation's thoughts have more than {MAX_OPENED_CHARS} characters"
+            raise wrong(f"{where}.signature", "a packed thought", remedy)
         self.num_changed += thought.is_changed
         return thought.text
 

@@ -6,8 +6,10 @@ Knows which caller may see what; knows no events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -16,6 +18,7 @@ from gateway.bus import BusLost
 from gateway.callers.scopes import Access
 from gateway.dialects.responses.ids import item_id, item_place, run_id_of
 from gateway.errors import GatewayError, InvalidField, shorten
+from gateway.http.api import INLINE_BODY_BYTES
 from gateway.http.fields import bad_field
 from gateway.store.responses import ResponseStore, StoredResponse, fits
 
@@ -26,6 +29,11 @@ log = structlog.get_logger(__name__)
 
 MAX_CHAIN = 2000
 """Responses of one conversation: each is read when it goes on."""
+
+MAX_REFERRED_BYTES = 8 << 20
+"""Of one body's references together: the same item may be referred to again and again."""
+
+Read = TypeVar("Read")
 
 _decode_items = msgspec.json.Decoder(list[Item]).decode
 
@@ -43,6 +51,14 @@ class History:
 
     chain: tuple[str, ...] = ()
     items: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """What a stored response's items are."""
+
+    input: list[Item] = field(default_factory=list)
+    output: list[Item] = field(default_factory=list)
 
 
 class ResponseNotFound(GatewayError):
@@ -92,34 +108,50 @@ class Shelves:
         if len(last.chain) >= MAX_CHAIN:
             raise previous_not_found(response)
         before = await self.store.get(last.chain) if last.chain else []
-        items: list[Item] = []
+        told: list[StoredResponse] = []
         for stored in [*before, last]:
             if stored is None or stored.is_deleted or not stored.body or not self.access.sees(stored.tenant):
                 raise previous_not_found(response)
-            items += [*_decode_items(stored.items), *_decode_body(stored.body).output]
-        return History((*last.chain, response), tuple(items))
+            told.append(stored)
+        return History((*last.chain, response), await _off_loop(_all_items, told))
 
     async def resolved(self, items: Sequence[Item]) -> list[Item]:
         """The items with what references stand for in their place. Raises InvalidField."""
         found: list[Item] = []
+        seen: dict[str, _Sides] = {}
+        room = MAX_REFERRED_BYTES
         for index, item in enumerate(items):
-            is_reference = item_type(item) == "item_reference"
-            found.append(await self._referred(item, f"input[{index}].id") if is_reference else item)
+            if item_type(item) != "item_reference":
+                found.append(item)
+                continue
+            where = f"input[{index}].id"
+            referred = await self._referred(item, where, seen)
+            room -= len(msgspec.json.encode(referred))
+            if room < 0:
+                remedy = f"left out: all that is referred to has more than {MAX_REFERRED_BYTES} bytes"
+                raise bad_field(where, item.get("id"), remedy=remedy, remedies=RESPONSES_REMEDIES)
+            found.append(referred)
         return found
 
-    async def _referred(self, item: Item, where: str) -> Item:
+    async def _referred(self, item: Item, where: str, seen: dict[str, _Sides]) -> Item:
         given = item.get("id")
         place = item_place(given) if isinstance(given, str) else None
-        remedy = "the id of an item of a stored response: send the item itself"
-        try:
-            stored = await self.get(place.response) if place is not None else None
-        except ResponseNotFound:
-            stored = None
-        if place is not None and stored is not None:
-            items = _decode_items(stored.items) if place.is_input else _output(stored)
+        if place is not None:
+            if place.response not in seen:
+                seen[place.response] = await self._sides(place.response)
+            sides = seen[place.response]
+            items = sides.input if place.is_input else sides.output
             if place.index < len(items):
                 return items[place.index]
+        remedy = "the id of an item of a stored response: send the item itself"
         raise bad_field(where, given, remedy=remedy, remedies=RESPONSES_REMEDIES)
+
+    async def _sides(self, response: str) -> _Sides:
+        try:
+            stored = await self.get(response)
+        except ResponseNotFound:
+            stored = None
+        return _Sides() if stored is None else await _off_loop(_sides_of, [stored])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +177,21 @@ class Kept:
                 await self.shelves.put(self.response, whole)
         except (BusLost, ResponseNotFound):
             log.info("response_not_stored")
+
+
+async def _off_loop(read: Callable[[list[StoredResponse]], Read], stored: list[StoredResponse]) -> Read:
+    """Reads in a thread where there is much to read."""
+    if sum(len(one.items) + len(one.body) for one in stored) <= INLINE_BODY_BYTES:
+        return read(stored)
+    return await asyncio.to_thread(read, stored)
+
+
+def _all_items(stored: list[StoredResponse]) -> tuple[Item, ...]:
+    return tuple(item for one in stored for item in (*_decode_items(one.items), *_output(one)))
+
+
+def _sides_of(stored: list[StoredResponse]) -> _Sides:
+    return _Sides(_decode_items(stored[0].items), _output(stored[0]))
 
 
 def _output(stored: StoredResponse) -> list[Item]:

@@ -18,6 +18,9 @@ from gateway.http.fields import bad_field, convert
 from .body import RESPONSES_REMEDIES
 from .tools import flat_name
 
+MAX_OPENED_BYTES = 32 << 20
+"""What the sealed reasoning of one body may unpack to, all together."""
+
 Item = dict[str, Any]
 ChatMessage = dict[str, Any]
 
@@ -84,6 +87,7 @@ class _Dialogue:
     def __init__(self, instructions: str | None) -> None:
         self._messages: list[ChatMessage] = []
         self._answer: ChatMessage | None = None
+        self._room = MAX_OPENED_BYTES
         if instructions:
             self._messages.append({"role": "system", "content": instructions})
 
@@ -132,11 +136,19 @@ class _Dialogue:
         if text is None:
             name = "content" if reasoning.content else "summary"
             text = _joined(reasoning.content or reasoning.summary, f"{where}.{name}")
+        else:
+            self._take_room(len(text), f"{where}.encrypted_content")
         if self._answer is not None and ("content" in self._answer or "tool_calls" in self._answer):
             self._close_answer()
         if text:
             before = (self._answer or {}).get("reasoning_content", "")
             self._answer = {"role": "assistant", "reasoning_content": before + text}
+
+    def _take_room(self, num_chars: int, where: str) -> None:
+        self._room -= num_chars
+        if self._room < 0:
+            remedy = f"left out: this conversation's reasoning is more than {MAX_OPENED_BYTES} bytes"
+            raise bad_field(where, "sealed reasoning", remedy=remedy)
 
     def _add_call(self, call_id: str, name: str, arguments: str) -> None:
         if self._answer is None:
