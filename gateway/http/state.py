@@ -36,6 +36,7 @@ class Followers:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._counts: Counter[str] = Counter()
+        self._abandoned: set[str] = set()  # whose own clients have left, while others still look on
         self._tasks = Tasks()
 
     async def start(
@@ -58,13 +59,19 @@ class Followers:
         """A client reads this run."""
         self._counts[run_id] += 1
 
-    def leave(self, run_id: str, *, cancel: bool) -> None:
-        """A client reads no more; the last one of a run that goes on takes it along (`cancel`)."""
+    def leave(self, run_id: str, *, cancel: bool, is_over: bool = False) -> None:
+        """A client reads no more. A run that is not over ends with the last one, if any of them was to take
+        it along (`cancel`): an onlooker that leaves after the run's own client must not keep it alive.
+        """
         self._counts[run_id] -= 1
+        if cancel:
+            self._abandoned.add(run_id)
         if self._counts[run_id] > 0:
             return
         del self._counts[run_id]
-        if cancel:
+        is_abandoned = run_id in self._abandoned
+        self._abandoned.discard(run_id)
+        if is_abandoned and not is_over:
             self._tasks.spawn(self._cancel(run_id))
 
     async def close(self) -> None:

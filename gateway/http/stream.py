@@ -160,7 +160,7 @@ async def answer_run(
             is_ours = is_shown(request, answer, following.endpoint)
             if not is_ours:
                 raise RunNotFound(run_id)
-            is_ours = answer.shape.tenant == access_of(request).tenant  # an onlooker takes nothing along
+            is_ours = following.is_ours or _may_end(request, answer)
             told = Told(answer, DIALECTS[answer.shape.endpoint].teller(answer), following.after)
             if answer.shape.stream if following.streams is None else following.streams:
                 return await _answer_stream(request, told, first.id, events, following)
@@ -170,7 +170,7 @@ async def answer_run(
                 await stop_when_complete(state.runs, answer)
     finally:
         is_over = answer.ended or answer.shape.is_detached
-        state.followers.leave(run_id, cancel=is_ours and not is_over)
+        state.followers.leave(run_id, cancel=is_ours, is_over=is_over)
     failure = answer.failure()
     if failure is not None:
         told.teller.fail(failure)
@@ -185,6 +185,12 @@ def is_shown(request: web.Request, answer: Answer, endpoint: Endpoint | None = N
     is_seen = answer.accepted is not None and access_of(request).sees(answer.shape.tenant)
     own = answer.shape.endpoint
     return is_seen and own in DIALECTS and endpoint in (None, own)
+
+
+def _may_end(request: web.Request, answer: Answer) -> bool:
+    """Whether the run may end because this client leaves: an onlooker takes nothing along."""
+    access = access_of(request)
+    return answer.shape.tenant == access.tenant and access.may("control")
 
 
 async def _answer_stream(

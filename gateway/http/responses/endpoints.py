@@ -57,7 +57,7 @@ async def post_response(request: web.Request) -> web.StreamResponse:
             chat = await _to_chat(asked, [*history.items, *items], stored)
             call = await stack.enter_async_context(started_call(request, chat, prepare_chat))
         kept = Kept(shelves, response_id(call.run_id), stored)
-        await kept.begin()
+        await _begin(request, kept, call.run_id)
 
         async def on_end(told: Told) -> None:
             await call.on_end(told)
@@ -71,6 +71,17 @@ async def post_response(request: web.Request) -> web.StreamResponse:
             return await answer_run(request, call.run_id)
         request[RUN_KEY] = call.run_id
         return _json(_snapshot(await told_run(runs, call.run_id, ACCEPTED_ID)))
+
+
+async def _begin(request: web.Request, kept: Kept, run_id: str) -> None:
+    """Stores what there is at the beginning. A client that leaves meanwhile takes its run along."""
+    followers, has_begun = request.app[STATE].followers, False
+    followers.join(run_id)
+    try:
+        await kept.begin()
+        has_begun = True
+    finally:
+        followers.leave(run_id, cancel=not has_begun)
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
