@@ -143,12 +143,14 @@ class Answer:
                 self.derail = derail
             case Cancelled(usage=usage, timings=timings) if self.is_complete:
                 self.turn_end = Finished(reason="stop", usage=usage, timings=timings)
+                return self._last_parts()
             case Finished() | Cancelled() | Failed():
                 self.turn_end = self._unless_short(event)
+                return self._last_parts()
             case RunEnded():
                 self.run_end = event
                 self.turn_end = self._unless_stopped()
-                return self._add(self._reader.end()) if self.is_read else []
+                return self._last_parts()
         return []
 
     def failure(self) -> GatewayError | None:
@@ -166,12 +168,15 @@ class Answer:
             return None
         return TurnFailed("internal_error", "The run ended without saying why.")
 
+    def _last_parts(self) -> list[Part]:
+        """What only the turn's end makes certain."""
+        return self._add(self._reader.end()) if self.is_read else []
+
     def _begin_turn(self, turn: int) -> list[Part]:
         """A further turn of the run, or the same one sent again."""
         parts: list[Part] = []
         if turn != self._turn:
-            if self.is_read:
-                parts = self._add(self._reader.end())
+            parts = self._last_parts()
             self._turn = turn
             self._usage_before = self.usage
             self._num_calls_before = len(self.said.calls)

@@ -288,3 +288,17 @@ async def test_many_runs_of_a_batch_are_waited_for_together(client: NativeClient
     events = await client.stream("/v1/sessions/s/events?follow=false")
     ends = [event["run"] for event in events if event["type"] == "run.completed"]
     assert sorted(ends) == sorted(run_ids), "each end once"
+
+
+async def test_what_only_a_turns_end_makes_certain_is_told_before_the_run_waits_for_input(
+    client: NativeClient, engine: TalkingEngine
+) -> None:
+    engine.answers = lambda prompt: "Hi <tool_"
+    run_id = await client.create(tools=TOOLS, on_end="await_input")
+    await reaches(client, run_id, lambda run: run["status"] == "input_required")
+    status, _ = await client.call("POST", f"/v1/runs/{run_id}/cancel", {})
+    assert status == 200
+    events = await client.stream(f"/v1/runs/{run_id}/events")
+    names = [event["type"] for event in events]
+    told = events[: names.index("turn.ended")]
+    assert "".join(event["text"] for event in told if event["type"] == "token") == "Hi <tool_"
