@@ -3,7 +3,8 @@
     python -m bench.event_streams [--idle 200] [--active 32] [--rate 20] [--seconds 15] [--repeats 3]
 
 A real gateway on one core, a real Valkey, a scripted engine that stamps each token's event as it is written
-(XADD); the client reads the clock when the event has arrived. Half of the idle streams follow silent runs,
+(XADD); the client reads the clock when the event has arrived. `bus`: the same for one stream that is read
+from the bus without a gateway. Half of the idle streams follow silent runs,
 half the sessions of these. Active turns step by fours, each four at moments of its own, as engines do. What
 the bus and the client take is in the figures. Exit code 1 when p99 (median of the repeats) is 20 ms or more.
 """
@@ -21,9 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from redis.asyncio import Redis
 
 from gateway.tasks import end_tasks
-from workers.messages import Submit
+from workers.messages import EVENT_FIELD, Submit, run_events_key
 
 from .gateway_rig import Gateway, Texts, default_bundle, gateway, middle, quantile, report, table
 from .scripted_engine import MODEL, STAMP, Script, ScriptedEngine, pieces_of
@@ -52,6 +54,7 @@ class Client:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.heard = Heard()
+        self.direct = Heard()  # by a reader that asks the bus itself
         self.num_idle_bytes = 0
         self.tasks: list[asyncio.Task[None]] = []
         self._session = session
@@ -69,6 +72,22 @@ class Client:
         """Reads an event stream from here on."""
         self.tasks.append(asyncio.create_task(self._follow(path, is_active=is_active)))
 
+    def read_bus(self, url: str, run_id: str) -> None:
+        """Reads a run's stream from the bus itself from here on."""
+        self.tasks.append(asyncio.create_task(self._read_bus(url, run_events_key(run_id))))
+
+    async def _read_bus(self, url: str, key: str) -> None:
+        client = Redis.from_url(url, protocol=2)
+        position = "$"
+        try:
+            while True:
+                answer: Any = await client.xread({key: position}, block=1000)
+                for _, entries in answer or []:
+                    position = entries[-1][0].decode()
+                    self.direct.take(b"".join(fields[EVENT_FIELD] for _, fields in entries))
+        finally:
+            await client.aclose()
+
     async def _follow(self, path: str, *, is_active: bool) -> None:
         async with self._session.get(path) as response:
             async for piece in response.content.iter_any():
@@ -83,10 +102,12 @@ async def observe(served: Gateway, client: Client, options: argparse.Namespace) 
     rows = []
     for _ in range(options.repeats):
         client.heard.latencies.clear()
+        client.direct.latencies.clear()
         before, began = served.cpu_seconds(), time.monotonic()
         await asyncio.sleep(options.seconds)
         seconds, heard = time.monotonic() - began, client.heard.latencies[:]
-        if not heard:
+        direct = client.direct.latencies[:]
+        if not heard or not direct:
             raise RuntimeError("nothing arrived")
         cpu = served.cpu_seconds() - before
         rows.append(
@@ -97,6 +118,8 @@ async def observe(served: Gateway, client: Client, options: argparse.Namespace) 
                 "p50_ms": round(1e3 * quantile(heard, 0.5), 2),
                 "p99_ms": round(1e3 * quantile(heard, 0.99), 2),
                 "max_ms": round(1e3 * max(heard), 2),
+                "bus_p50_ms": round(1e3 * quantile(direct, 0.5), 2),
+                "bus_p99_ms": round(1e3 * quantile(direct, 0.99), 2),
             }
         )
     return rows
@@ -129,6 +152,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
                     run_id = await client.start(f"active-{number}", "active")
                     client.follow(f"/v1/runs/{run_id}/events", is_active=True)
                     await asyncio.sleep(1.37 / options.rate / options.together)  # not all at one moment
+                client.read_bus(bus_url, run_id)
                 await asyncio.sleep(WARM_SECONDS)
                 rows = await observe(served, client, options)
             await end_tasks(client.tasks)

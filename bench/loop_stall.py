@@ -1,6 +1,6 @@
 """How long the gateway's event loop stands still: prompts of 128k tokens are tokenised, long answers learned.
 
-    python -m bench.loop_stall [--tokens 128000] [--repeats 3] [--where]
+    python -m bench.loop_stall [--tokens 128000] [--repeats 2] [--where]
 
 A gateway process with the default model's tokenizer whose loop is watched from inside (loop_probe.py); a
 scripted engine answers. `lag`: how late a timer of 1 ms was at most, milliseconds; it counts waiting for the
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", type=int, default=128_000, help="of each long prompt")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1, help="of the texts")
     parser.add_argument("--where", action="store_true", help="sample where long callbacks are")
     options = parser.parse_args(arguments)
