@@ -262,12 +262,13 @@ async def test_ctrl_c_delivers_the_last_events_and_leaves_nothing(shared: Served
         await client.until_served()
         family = own.family()
         answers, tasks = await start_streams(client, range(700, 701))
-        short = asyncio.create_task(client.stream(prompt(701), 50))
-        await asyncio.sleep(0.1)
+        begun = Answer()
+        short = asyncio.create_task(client.stream(prompt(701), 50, begun))
+        await until(lambda: bool(begun.text), 30)
         own.process.send_signal(signal.SIGINT)
         await asyncio.gather(*tasks, short)
-        assert short.result().finish_reasons == ["length"]
-        assert not short.result().broken
+        assert begun.finish_reasons == ["length"], begun
+        assert not begun.broken
         assert [error["code"] for error in answers[0].errors] == ["server_stopping"], answers[0]
         assert not answers[0].broken
         await asyncio.to_thread(own.process.wait, 30)

@@ -35,6 +35,8 @@ CITY = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+LARGEST_TIE = 0.3
+"""With an 8-bit cache, company may change a token only where the two best are closer (DESIGN 4)."""
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}]
 
 
@@ -58,9 +60,18 @@ async def ask(http: aiohttp.ClientSession, words: str, **body: Any) -> dict[str,
     return choice
 
 
+def assert_parts_at_a_tie(answer: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Greedy tokens with their two best: where the answers part, if they do, both were as good as each other."""
+    assert len(answer) == len(expected)
+    parted = next((b for a, b in zip(answer, expected, strict=True) if a["token"] != b["token"]), None)
+    if parted is not None:
+        best, second = (candidate["logprob"] for candidate in parted["top_logprobs"])
+        assert best - second < LARGEST_TIE, parted
+
+
 async def test_schemas_and_demanded_calls_hold_and_free_neighbours_stay_free(served: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
-    free = {"max_tokens": 40, "temperature": 0}
+    free = {"max_tokens": 40, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     async with aiohttp.ClientSession(served.url) as http:
         alone = await ask(http, "Tell me of foxes.", **free)
         answers = await asyncio.gather(
@@ -72,7 +83,7 @@ async def test_schemas_and_demanded_calls_hold_and_free_neighbours_stay_free(ser
     strict, neighbour, called, anything = answers
     assert strict["finish_reason"] == "stop"
     assert problem_with(SCHEMA, json.loads(strict["message"]["content"])) is None
-    assert neighbour["message"] == alone["message"]
+    assert_parts_at_a_tie(neighbour["logprobs"]["content"], alone["logprobs"]["content"])
     (call,) = called["message"]["tool_calls"]
     assert called["finish_reason"] == "tool_calls" and call["function"]["name"] == "get_weather"
     assert problem_with(CITY, json.loads(call["function"]["arguments"])) is None

@@ -95,6 +95,7 @@ def test_eight_bit_kv_differs_only_where_two_tokens_are_close(
             assert first - second < LARGEST_TIE  # type: ignore[operator]
 
 
+@pytest.mark.gate
 def test_eight_bit_kv_moves_the_perplexity_of_a_text_by_less_than_0_15_percent(
     folder: Path, tokenizer: Tokenizer
 ) -> None:

@@ -39,7 +39,7 @@ def test_eight_agents_in_a_million_tokens() -> None:
     assert report.num_restored > 0.9 * NUM_CALLS
 
 
-@pytest.mark.slow
+@pytest.mark.gate
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("agents", "pool_tokens", "least"),
