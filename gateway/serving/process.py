@@ -131,26 +131,10 @@ async def run_gateway(
         return 1
     if supervisor is None:  # else `serve` has looked
         await _check_server(bus, bus_url)
-    directory = Directory(bus)
-    store = store_in(bus, kept_bytes(settings))
-    instruments = Instruments()
-    places = Places(directory, settings.max_waiting, classes=settings.classes, watch=instruments.flow)
-    runs = Runs(bus, directory, places=places, store=store)
+    parts = _parts_of(settings, home, bus)
+    directory, runs = parts.directory, parts.runs
     caretaker = Caretaker(bus, directory, runs)
-    runs.on_turn_end.append(turn_observer(instruments))
-    Watching(settings.derail, runs, directory, instruments.derail).begin()
-    tokens = TokenStore(tokens_file(settings, home))
-    app = build_app(
-        in_force(settings, home, bus_url, listener),
-        Parts(
-            runs,
-            directory,
-            tokens,
-            instruments=instruments,
-            store=store,
-            is_bus_up=lambda: bus.available,
-        ),
-    )
+    app = build_app(in_force(settings, home, bus_url, listener), parts)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await directory.start()
     await caretaker.start()
@@ -168,6 +152,24 @@ async def run_gateway(
     await directory.stop()
     await bus.stop()
     return 0
+
+
+def _parts_of(settings: GatewaySettings, home: Home, bus: Bus) -> Parts:
+    directory = Directory(bus)
+    store = store_in(bus, kept_bytes(settings))
+    instruments = Instruments()
+    places = Places(directory, settings.max_waiting, classes=settings.classes, watch=instruments.flow)
+    runs = Runs(bus, directory, places=places, store=store)
+    runs.on_turn_end.append(turn_observer(instruments))
+    Watching(settings.derail, runs, directory, instruments.derail).begin()
+    return Parts(
+        runs,
+        directory,
+        TokenStore(tokens_file(settings, home)),
+        instruments=instruments,
+        store=store,
+        is_bus_up=lambda: bus.available,
+    )
 
 
 async def _connect(bus: Bus, stopping: asyncio.Event) -> bool:

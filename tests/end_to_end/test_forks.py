@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.slow), "hybrid"])
+@pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.gate), "hybrid"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, changes, flags = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("models") / family

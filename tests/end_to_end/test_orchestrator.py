@@ -31,7 +31,7 @@ from .books import num_ends as num_ends_of
 from .hybrid_folder import NO_MARKERS, make_chatting_hybrid, words
 from .served import Served
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.gate, pytest.mark.timeout(240)]
 
 FLAGS = ("--kv-bits", "native", "--pool-tokens", "65536", "--states", "32")
 SESSION = "audit"

@@ -61,7 +61,7 @@ async def ask(http: aiohttp.ClientSession, words: str, **body: Any) -> dict[str,
 
 
 def assert_parts_at_a_tie(answer: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Greedy tokens with their two best: where the answers part, if they do, both were as good as each other."""
+    """Greedy tokens with their two best: where the answers part, both were as good."""
     assert len(answer) == len(expected)
     parted = next((b for a, b in zip(answer, expected, strict=True) if a["token"] != b["token"]), None)
     if parted is not None:
