@@ -108,15 +108,11 @@ def _grow(block: dict[str, Any], delta: dict[str, Any], texts: list[str]) -> Non
 
 
 def with_inputs(message: dict[str, Any]) -> dict[str, Any]:
-    """A put together message with its calls' inputs as objects; calls that were cut off are left out."""
-    blocks = []
-    for block in message["content"]:
-        if block["type"] == "tool_use":
-            try:
-                block = {**block, "input": json.loads(block["input"])}
-            except json.JSONDecodeError:
-                continue
-        blocks.append(block)
+    """A put together message with its calls' inputs as objects."""
+    blocks = [
+        {**block, "input": json.loads(block["input"])} if block["type"] == "tool_use" else block
+        for block in message["content"]
+    ]
     return {**message, "content": blocks}
 
 

@@ -240,10 +240,27 @@ async def test_what_may_work_later_is_tried_again(qwen: Gateway) -> None:
 
 
 async def test_a_call_that_is_cut_off_reads_as_cut_off(qwen: Gateway, client: AsyncAnthropic) -> None:
-    qwen.runs.script = words(*CALL[: CALL.index("n")], reason="length")
+    qwen.runs.script = words(*CALL[: CALL.index("1.50")], reason="length")
     async with client.messages.stream(**ASKED, tools=TOOLS) as stream:
         final = await stream.get_final_message()
-    assert final.stop_reason == "max_tokens"
+    assert (final.stop_reason, final.content) == ("max_tokens", [])
     qwen.runs.script = words(CALL[: CALL.index("1.50")], reason="length")
     whole = await client.messages.create(**ASKED, tools=TOOLS)
     assert (whole.stop_reason, json.loads(whole.model_dump_json())["content"]) == ("max_tokens", [])
+
+
+@pytest.mark.parametrize("arguments", ['{"path": }', "{path: 1}", '{"path": "\\x"}'])
+async def test_arguments_that_are_no_json_do_not_break_the_client(
+    qwen: Gateway, client: AsyncAnthropic, arguments: str
+) -> None:
+    broken = f'<tool_call>{{"name": "read_file", "arguments": {arguments}}}</tool_call>'
+    qwen.runs.script = words(*broken)
+    async with client.messages.stream(**ASKED, tools=TOOLS) as stream:
+        final = await stream.get_final_message()
+    [block] = final.content
+    assert block.type == "text" and block.text == f"read_file {arguments}"
+    assert final.stop_reason == "end_turn"
+    whole = await client.messages.create(**ASKED, tools=TOOLS)
+    assert json.loads(whole.model_dump_json())["content"] == [
+        {"type": "text", "text": block.text, "citations": None}
+    ]

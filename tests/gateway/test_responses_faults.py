@@ -122,5 +122,20 @@ async def test_turns_of_a_steered_run_are_one_output(gateway: Gateway) -> None:
     assert final["usage"]["total_tokens"] == 8
 
 
+async def test_arguments_that_are_no_json_are_told_as_written_in_bodies_and_streams(gateway: Gateway) -> None:
+    """Here they are a string: the client tells its model what is wrong with it."""
+    broken = '<tool_call>{"name": "read_file", "arguments": {"path": }}</tool_call>'
+    gateway.runs.script = words(*broken)
+    events = await stream(gateway)
+    [told] = assembled(events)
+    assert [told] == events[-1].data["response"]["output"]
+    _, body = await gateway.post(ASKED, RESPONSES)
+    [whole] = body["output"]
+    for item in (told, whole):
+        assert (item["type"], item["arguments"], item["status"]) == (
+            *("function_call", '{"path": }', "completed"),
+        )
+
+
 def test_events_of_a_stream_name_their_type() -> None:
     assert sse_events('event: a\ndata: {"type":"a"}\n\n')[0].name == "a"

@@ -154,6 +154,20 @@ async def test_a_stop_string_within_a_call_cuts_it_short(qwen: Gateway) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"path": "'
 
 
+@pytest.mark.parametrize("arguments", ['{"path": }', "{path: 1}"])
+async def test_arguments_that_are_no_json_are_told_as_written_in_bodies_and_streams(
+    qwen: Gateway, arguments: str
+) -> None:
+    """Here they are a string: the client tells its model what is wrong with it."""
+    broken = f'Look.\n<tool_call>{{"name": "read_file", "arguments": {arguments}}}</tool_call>'
+    choice = await ask(qwen, broken)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+    qwen.runs.script = words(*broken)
+    chunks = chunks_of(await qwen.stream(ASKED))
+    assert without_ids(assembled(chunks)) == without_ids(choice["message"])
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
 async def test_a_broken_call_is_content(qwen: Gateway) -> None:
     choice = await ask(qwen, "<tool_call>{read a file}</tool_call>")
     assert choice["message"] == {"role": "assistant", "content": "<tool_call>{read a file}</tool_call>"}

@@ -1,4 +1,7 @@
-"""The content blocks of an answer as they come, and the events that open, fill and close them. Pure."""
+"""The content blocks of an answer as they come, and the events that open, fill and close them. Pure.
+
+A call is told once it is over: its input must be an object in a whole answer and in a stream alike.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,11 @@ Kind = Literal["thinking", "text", "tool_use"]
 
 @dataclass(slots=True)
 class Block:
-    """One block. A call not `is_over` was cut off; the input of one not `is_whole` is no object."""
+    """One block."""
 
     kind: Kind
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    is_over: bool = False
-    is_whole: bool = False
 
     @property
     def text(self) -> str:
@@ -45,6 +46,7 @@ class Blocks:
         self._shows_thoughts = shows_thoughts
         self._blocks: list[Block] = []
         self._open: Block | None = None
+        self._call: Block | None = None  # one that is not over yet
 
     def add(self, parts: Sequence[Part], num_tokens: int) -> list[Frame]:
         """Takes parts in; `num_tokens` brought them, or more of a thought that is not shown."""
@@ -56,13 +58,13 @@ class Blocks:
                 case Content(text):
                     frames += self._fill("text", text, num_tokens)
                 case CallBegun(name):
-                    frames += [*self.close(), self._begin(Block("tool_use", name))]
-                case Arguments(text):
-                    frames += self._fill("tool_use", text, num_tokens)
-                case CallEnded(is_whole):
-                    if self._open is not None:
-                        self._open.is_over, self._open.is_whole = True, is_whole
+                    self._call = Block("tool_use", name)
                     frames += self.close()
+                case Arguments(text):
+                    assert self._call is not None
+                    self._call.pieces.append(text)
+                case CallEnded(is_whole):
+                    frames += self._end_call(is_whole=is_whole)
         return frames
 
     def close(self) -> list[Frame]:
@@ -77,14 +79,19 @@ class Blocks:
         return [*frames, frame("content_block_stop", index=index)]
 
     def bodies(self) -> list[Body]:
-        """The blocks of a whole answer: what the events add up to. But calls that were cut off are left out,
-        and one whose input cannot be read is told as text.
+        """The blocks of a whole answer: what the events add up to."""
+        return [self._body(index, block) for index, block in enumerate(self._blocks)]
+
+    def _end_call(self, *, is_whole: bool) -> list[Frame]:
+        """A call whose input cannot be read is told as text. One that is cut off comes to no end: clients
+        would run it.
         """
-        return [
-            self._body(index, block)
-            for index, block in enumerate(self._blocks)
-            if block.kind != "tool_use" or block.is_over
-        ]
+        call, self._call = self._call, None
+        assert call is not None
+        if is_whole:
+            opening = self._begin(Block("tool_use", call.name))
+            return [opening, *self._fill("tool_use", call.text, 0), *self.close()]
+        return [*self._fill("text", f"{call.name} {call.text}", 0), *self.close()]
 
     def _begin(self, block: Block) -> Frame:
         self._blocks.append(block)
@@ -134,10 +141,8 @@ class Blocks:
                 return {**empty, "thinking": shown, "signature": self._signature(block)}
             case "text":
                 return {**empty, "text": block.text}
-            case "tool_use" if block.is_whole:
-                return {**empty, "input": msgspec.json.decode(block.text)}
             case "tool_use":
-                return {"type": "text", "text": f"{block.name} {block.text}"}
+                return {**empty, "input": msgspec.json.decode(block.text)}
 
     def _signature(self, block: Block) -> str:
         return sign(self._run_id, block.text, carries_text=not self._shows_thoughts)

@@ -42,7 +42,7 @@ class MessagesTeller:
         return Silence(frames=[PING])
 
     def end(self) -> list[Frame]:
-        """A call that was cut off is closed too, as all blocks must be; the stop reason tells it."""
+        """A call that was cut off is not told; the stop reason tells of it."""
         ending = frame("message_delta", delta=self._stop(), usage=self._usage(), **self._derail())
         return [*self._blocks.close(), ending, frame("message_stop")]
 
