@@ -80,8 +80,14 @@ class IdStore:
         """
         name = f"{run_id}:{hashlib.blake2b(ids, digest_size=8).hexdigest()}"
         known = await self._put_before(run_id, name) or await self._put_new(run_id, name, ids, bases)
-        await self._bus.answered(self._bus.commands.set(_head_key(run_id), name, ex=DAY_SECONDS))
-        self._recent.add(run_id, known)
+        pipeline = self._bus.commands.pipeline(transaction=True)
+        pipeline.set(_head_key(run_id), name, ex=DAY_SECONDS)
+        pipeline.exists(_removed_key(run_id))
+        *_, is_removed = await self._bus.execute(pipeline)
+        if is_removed:
+            await self.remove(run_id)
+        else:
+            self._recent.add(run_id, known)
 
     async def get(self, run_id: str) -> bytes | None:
         """A run's newest ids; None when they were never kept, or are gone. Raises BusLost."""
@@ -89,9 +95,14 @@ class IdStore:
         return None if known is None else known.ids
 
     async def remove(self, run_id: str) -> None:
-        """No `get` finds the run's ids any more; what others are based on stays. Raises BusLost."""
+        """No `get` finds the run's ids any more, though a `put` is on its way; what others are based on
+        stays. Raises BusLost.
+        """
         self._recent.remove(run_id)
-        await self._bus.answered(self._bus.commands.delete(_head_key(run_id)))
+        pipeline = self._bus.commands.pipeline(transaction=True)
+        pipeline.set(_removed_key(run_id), b"", ex=DAY_SECONDS)
+        pipeline.delete(_head_key(run_id))
+        await self._bus.execute(pipeline)
 
     async def _put_before(self, run_id: str, name: str) -> _Known | None:
         """The record of that name, renewed. Written anew it would be based on itself, as the run's newest."""
@@ -205,6 +216,10 @@ def _unpack(packed: bytes) -> bytes:
 
 def _head_key(run_id: str) -> str:
     return run_key(run_id, "ids")
+
+
+def _removed_key(run_id: str) -> str:
+    return run_key(run_id, "ids-removed")
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -39,6 +39,10 @@ class ResponseStore:
         """Keeps it, and all that its conversation needs as long. A repeat replaces. Raises BusLost."""
         await self._shelf.put(response, _encode(stored), stored.chain)
 
+    async def end(self, response: str, stored: StoredResponse) -> bool:
+        """Keeps it in the place of its beginning; False where that is gone, or deleted. Raises BusLost."""
+        return await self._shelf.replace(response, _encode(stored), _is_there, stored.chain)
+
     async def get(self, responses: Sequence[str]) -> list[StoredResponse | None]:
         """None for each that is not there, or no more. Raises BusLost."""
         return [None if found is None else _read(found) for found in await self._shelf.get(responses)]
@@ -51,6 +55,11 @@ def fits(stored: StoredResponse) -> bool:
 
 def _key(response: str) -> str:
     return run_key(response, "response")
+
+
+def _is_there(encoded: bytes) -> bool:
+    found = _read(encoded)
+    return found is not None and not found.is_deleted
 
 
 def _read(encoded: bytes) -> StoredResponse | None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from redis.asyncio.client import Pipeline
 
 from gateway.bus import Bus
 from workers.messages import KEY_PREFIX
+
+from .watched import watched
 
 SWEEP_SHARE = 16
 """A gateway looks at the sum of all sizes after it has added this part of what is allowed."""
@@ -48,14 +51,28 @@ class Shelf:
     async def put(self, name: str, value: bytes, used: Sequence[str] = ()) -> None:
         """Keeps a value; those in `used` count as used now, and so live as long. Raises BusLost."""
         pipeline = self._bus.commands.pipeline(transaction=True)
-        pipeline.set(self._key(name), value, ex=self._seconds)
-        self.note(pipeline, name, len(value))
-        if used:
-            pipeline.zadd(self._order, dict.fromkeys(used, self._now()), xx=True)
-            for key in map(self._key, used):
-                pipeline.expire(key, self._seconds)
+        self._add(pipeline, name, value, used)
         await self._bus.execute(pipeline)
         await self.sweep_if_due()
+
+    async def replace(
+        self, name: str, value: bytes, may: Callable[[bytes], bool], used: Sequence[str] = ()
+    ) -> bool:
+        """Puts a value in the place of one that is there and may go, in one step: whether it did. Raises
+        BusLost.
+        """
+
+        async def decide(pipeline: Pipeline) -> bool:
+            found: Any = await self._bus.answered(pipeline.get(self._key(name)))
+            if found is None or not may(found):
+                return False
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            self._add(pipeline, name, value, used)
+            return True
+
+        is_done = await watched(self._bus, [self._key(name)], decide)
+        await self.sweep_if_due()
+        return is_done
 
     async def renew(self, names: Sequence[str]) -> bool:
         """Counts values as used now; whether all are there. Raises BusLost."""
@@ -92,6 +109,14 @@ class Shelf:
         else:
             pipeline.zadd(self._sizes, {name: size})
         self._unswept += size
+
+    def _add(self, pipeline: Pipeline, name: str, value: bytes, used: Sequence[str]) -> None:
+        pipeline.set(self._key(name), value, ex=self._seconds)
+        self.note(pipeline, name, len(value))
+        if used:
+            pipeline.zadd(self._order, dict.fromkeys(used, self._now()), xx=True)
+            for key in map(self._key, used):
+                pipeline.expire(key, self._seconds)
 
     async def sweep_if_due(self) -> None:
         """Forgets what has expired, then lets the oldest go until the rest fits. Raises BusLost."""

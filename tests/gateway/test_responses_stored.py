@@ -342,6 +342,39 @@ async def test_a_store_that_is_away_spoils_no_answer(gateway: Gateway) -> None:
 # The store itself
 
 
+async def test_an_end_never_brings_back_what_is_deleted_at_the_same_time(valkey: ValkeyServer) -> None:
+    whole, deleted = StoredResponse(body=b"{}"), StoredResponse(is_deleted=True)
+    names = [f"resp_race{number}" for number in range(100)]
+    async with connected(valkey.url) as one, connected(valkey.url, "g2") as other:
+        ending, deleting = ResponseStore(one), ResponseStore(other)
+        for name in names:
+            await ending.put(name, StoredResponse())
+        for name in names:
+            await asyncio.gather(ending.end(name, whole), deleting.put(name, deleted))
+        assert await ending.get(names) == [deleted] * len(names)
+        assert not await ending.end(names[0], whole)
+        assert not await ending.end("resp_gone", whole)
+
+
+async def test_the_end_of_a_beginning_is_kept(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as bus:
+        store = ResponseStore(bus)
+        await store.put("resp_a", StoredResponse(items=b"[1]"))
+        assert await store.end("resp_a", StoredResponse(items=b"[1]", body=b"{}"))
+        assert await store.get(["resp_a"]) == [StoredResponse(items=b"[1]", body=b"{}")]
+
+
+async def test_a_delete_that_the_store_did_not_take_is_not_told_as_done(
+    start: Start, own_valkey: ValkeyServer
+) -> None:
+    async with connected(own_valkey.url) as bus:
+        gateway = await start(store=store_in(bus))
+        serve(gateway, QWEN)
+        body = await ask(gateway, "Hi")
+        await bus.commands.config_set("maxmemory", "1")
+        assert (await delete(gateway, body["id"]))[0] == 503
+
+
 async def test_a_conversation_lives_as_long_as_it_is_used(valkey: ValkeyServer) -> None:
     async with connected(valkey.url) as bus:
         store = ResponseStore(bus)

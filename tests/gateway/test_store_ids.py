@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -179,3 +181,14 @@ async def test_ids_never_fill_the_bus(valkey: ValkeyServer) -> None:
         assert kept <= (1 << 20) * 17 / 16
         assert await store.get("run0") is None
         assert await store.get("run59") is not None
+
+
+async def test_ids_that_are_put_while_they_are_removed_do_not_come_back(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as one, connected(valkey.url, "g2") as other:
+        putting, removing = IdStore(one), IdStore(other)
+        for number in range(20):
+            run_id, ids = f"removed{number}", ids_of(*range(number, 500))
+            await asyncio.gather(putting.put(run_id, ids), removing.remove(run_id))
+            assert await putting.get(run_id) is None and await removing.get(run_id) is None
+        await putting.put("removed0", ids_of(1))
+        assert await putting.get("removed0") is None

@@ -126,7 +126,7 @@ async def delete_response(request: web.Request) -> web.StreamResponse:
     stored = await shelves.get(response)
     if stored is None or not stored.body:
         await _cancel(request, response)
-    await shelves.put(response, StoredResponse(tenant=shelves.access.tenant, is_deleted=True))
+    await shelves.delete(response)
     return json_response({"id": response, "object": "response", "deleted": True})
 
 
@@ -173,8 +173,9 @@ async def _history(request: web.Request, shelves: Shelves, previous: str | None)
             told = await _told(request, previous)
             if not told.answer.ended:
                 raise previous_not_found(previous)
-            stored = msgspec.structs.replace(stored, body=msgspec.json.encode(told.teller.body()))
-            await shelves.put(previous, stored)
+            body = msgspec.json.encode(told.teller.body())
+            await Kept(shelves, previous, stored).end(body)
+            stored = msgspec.structs.replace(stored, body=body)
     except ResponseNotFound:
         raise previous_not_found(previous) from None
     return await shelves.conversation(previous, stored)

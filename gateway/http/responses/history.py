@@ -103,6 +103,10 @@ class Shelves:
         except BusLost:
             log.warning("response_not_stored")
 
+    async def delete(self, response: str) -> None:
+        """It cannot be read any more. Raises BusLost."""
+        await self.store.put(response, StoredResponse(tenant=self.access.tenant, is_deleted=True))
+
     async def conversation(self, response: str, last: StoredResponse) -> History:
         """All up to the end of a stored response. Raises InvalidField."""
         if len(last.chain) >= MAX_CHAIN:
@@ -173,9 +177,10 @@ class Kept:
             return
         whole = msgspec.structs.replace(self.stored, body=body)
         try:
-            if fits(whole) and await self.shelves.get(self.response) is not None:
-                await self.shelves.put(self.response, whole)
-        except (BusLost, ResponseNotFound):
+            is_kept = fits(whole) and await self.shelves.store.end(self.response, whole)
+        except BusLost:
+            is_kept = False
+        if not is_kept:
             log.info("response_not_stored")
 
 
