@@ -15,10 +15,7 @@ from .access import access_of, end_address
 from .request_ids import request_id
 from .route import Call, Route, route_of
 from .state import STATE
-from .stream import RUN_KEY
-
-LEFT = 499
-"""The status of a request whose client left before the answer."""
+from .stream import LEFT, RUN_KEY, has_left
 
 
 @web.middleware
@@ -40,6 +37,10 @@ async def audit_verbs(request: web.Request, handler: Call) -> web.StreamResponse
         raise
     except asyncio.CancelledError:
         status, kind = LEFT, "client_left"
+        raise
+    except ConnectionError as error:
+        if has_left(request, error):
+            status, kind = LEFT, "client_left"
         raise
     finally:
         audit.note(_line(request, route, status, kind))

@@ -21,7 +21,7 @@ from .auditing import audit_verbs
 from .request_ids import request_id
 from .route import Call
 from .state import STATE
-from .stream import RUN_KEY, STREAM_KEY, SseStream, json_response
+from .stream import LEFT, RUN_KEY, STREAM_KEY, SseStream, has_left, json_response
 
 log = structlog.get_logger(__name__)
 
@@ -44,10 +44,9 @@ async def tell_errors(request: web.Request, handler: Call) -> web.StreamResponse
     except web.RequestPayloadError:
         message = "The body does not have the length or encoding that its headers tell."
         return await _tell(request, GatewayError("invalid_json", message))
-    except Exception as error:  # the border of one request
-        has_left = request.transport is None or request.transport.is_closing()
-        if has_left and isinstance(error, ConnectionError):
-            raise  # there is nobody to tell
+    except Exception as error:  # noqa: BLE001 - the border of one request
+        if has_left(request, error):
+            return _untold(request)
         return await _tell(request, _incident(error))
     finally:
         structlog.contextvars.clear_contextvars()
@@ -102,6 +101,14 @@ async def _tell(request: web.Request, error: GatewayError) -> web.StreamResponse
     if error.status == 413:
         response.force_close()
     return response
+
+
+def _untold(request: web.Request) -> web.StreamResponse:
+    """There is nobody to tell. What a handler raises the server logs as its own fault; that an answer cannot
+    be sent it takes as it is.
+    """
+    stream: SseStream | None = request.get(STREAM_KEY)
+    return stream.response if stream is not None else web.Response(status=LEFT)
 
 
 def _from_http(request: web.Request, answer: web.HTTPException) -> GatewayError:

@@ -107,6 +107,16 @@ def _sse(frames: Sequence[Frame], event_id: str | None) -> bytes:
     return b"".join(lines)
 
 
+LEFT = 499
+"""The status of a request whose client left before the answer."""
+
+
+def has_left(request: web.Request, error: Exception) -> bool:
+    """Whether a handler failed because its client is gone."""
+    is_gone = request.transport is None or request.transport.is_closing()
+    return is_gone and isinstance(error, ConnectionError)
+
+
 RUN_KEY = web.RequestKey("tetrarch_run", str)
 STREAM_KEY = web.RequestKey("tetrarch_stream", SseStream)
 """What a request keeps: its run's id and its open SSE stream."""

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import socket
+import struct
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
+from gateway.dialects.answer import Answer
+from gateway.dialects.openai import ChatTeller
+from gateway.http.middleware import tell_errors
+from gateway.http.stream import STREAM_KEY, SseStream
 from workers.messages import (
     RUN_END_ID,
     Progress,
@@ -119,6 +129,73 @@ async def test_a_client_that_leaves_before_the_first_event_takes_its_run_along(g
     asking.cancel()
     await until(lambda: len(gateway.runs.cancelled) == 1)
     await asyncio.gather(asking, return_exceptions=True)
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["in a stream", "before it"])
+async def test_a_client_that_leaves_in_a_write_is_nobodys_fault(
+    caplog: pytest.LogCaptureFixture, is_open: bool
+) -> None:
+    """The transport closes before the handler is cancelled: the write in between fails."""
+    failed = asyncio.Event()
+
+    async def write(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        if is_open:
+            await response.prepare(request)
+            request[STREAM_KEY] = SseStream(response, ChatTeller(Answer("run-1")), 5.0)
+        assert request.transport is not None
+        request.transport.abort()
+        try:
+            await response.prepare(request)
+            await response.write(b"late")
+        except ConnectionError:
+            failed.set()
+            raise
+        return response
+
+    app = web.Application(middlewares=[tell_errors])
+    app.router.add_get("/", write)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        async with aiohttp.ClientSession() as http:
+            with pytest.raises(aiohttp.ClientError):
+                async with http.get(f"http://{host}:{port}/") as response:
+                    await response.read()
+        await failed.wait()
+        await asyncio.sleep(0.05)
+    finally:
+        await runner.cleanup()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/v1/responses"])
+async def test_clients_that_leave_streams_at_any_moment_are_nobodys_fault(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    gateway.runs.script = words(*["x" * 5000] * 300)
+    asked: dict[str, dict[str, Any]] = {
+        TEXT: {"prompt": "Hi"},
+        "/v1/messages": {**HELLO, "max_tokens": 9},
+        "/v1/responses": {"input": "Hi"},
+    }
+    body = json.dumps({"model": "tiny", **asked.get(path, HELLO), "stream": True}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    port = int(gateway.url.rpartition(":")[2])
+    for num_bytes in (0, 1, 3000, 200_000, 600_000):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        if num_bytes:
+            await reader.readexactly(num_bytes)
+        sock = writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # no goodbye
+        writer.transport.abort()
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_finished_run_is_not_cancelled(gateway: Gateway) -> None:
