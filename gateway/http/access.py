@@ -66,7 +66,7 @@ async def check_origin(request: web.Request, handler: Call) -> web.StreamRespons
 
 @web.middleware
 async def check_access(request: web.Request, handler: Call) -> web.StreamResponse:
-    """A valid token, or a call from this machine that nobody forwarded; and the route's scope."""
+    """A valid token, or a call from this machine without one that nobody forwarded; and the route's scope."""
     state, route = request.app[STATE], route_of(request)
     token = _token(request)
     if token is not None:
@@ -136,12 +136,25 @@ def _check_rate(token: Token, state: State) -> None:
 
 
 def _token(request: web.Request) -> Token | None:
-    secret = _secret(request)
+    """The caller's, if it has one. Raises GatewayError for one that is wrong, from this machine too. While
+    there are no tokens none is wrong: many clients send something where nothing is needed.
+    """
+    secret, tokens = _secret(request), request.app[STATE].tokens
+    if not secret:
+        return None
     try:
-        return request.app[STATE].tokens.find(secret) if secret else None
+        token = tokens.find(secret)
+        is_wrong = token is None and bool(tokens.tokens())
     except TokenError as error:
         log.error("token_file_unreadable", problem=error.message)
         return None
+    if is_wrong:
+        raise GatewayError(
+            "unauthorized",
+            "The token that was sent is none of this server's: it is mistyped or revoked. See `tetrarch "
+            "token list`, make one with `tetrarch token add NAME`, or call from this machine without one.",
+        )
+    return token
 
 
 def _secret(request: web.Request) -> str:

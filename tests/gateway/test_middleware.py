@@ -50,8 +50,27 @@ async def test_a_forwarded_call_needs_a_token(gateway: Gateway, header: str) -> 
     assert (await gateway.get("/v1/models", headers=headers))[0] == 401
 
 
-async def test_a_local_call_may_bring_any_key(gateway: Gateway) -> None:
-    assert (await gateway.get("/v1/models", headers={"Authorization": "Bearer sk-local"}))[0] == 200
+@pytest.mark.parametrize("name", ["Authorization", "x-api-key"])
+async def test_a_local_call_may_bring_any_key_while_there_are_no_tokens(gateway: Gateway, name: str) -> None:
+    for dummy in ("Bearer not-needed", "none", "Bearer"):
+        assert (await gateway.get("/v1/models", headers={name: dummy}))[0] == 200
+    gateway.tokens.add("phone")
+    gateway.tokens.revoke("phone")
+    assert (await gateway.get("/v1/models", headers={name: "Bearer not-needed"}))[0] == 200
+
+
+@pytest.mark.parametrize("name", ["Authorization", "x-api-key"])
+async def test_a_wrong_token_is_refused_on_this_machine_too(gateway: Gateway, name: str) -> None:
+    """Taken for a call without one it would run as somebody else, and nobody would see why."""
+    mode = "Bearer " if name == "Authorization" else ""
+    secret, gone = gateway.tokens.add("phone"), gateway.tokens.add("gone")
+    gateway.tokens.revoke("gone")
+    for wrong in (gone, f"{secret}x", "not-needed"):
+        status, body = await gateway.get("/v1/models", headers={name: mode + wrong})
+        assert (status, body["error"]["code"]) == (401, "unauthorized")
+        assert "none of this server's" in body["error"]["message"] and wrong not in json.dumps(body)
+    assert (await gateway.get("/v1/models", headers={name: mode + secret}))[0] == 200
+    assert (await gateway.get("/v1/models"))[0] == 200
 
 
 async def test_tenants_do_not_read_each_others_runs(gateway: Gateway) -> None:
