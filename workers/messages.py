@@ -152,6 +152,10 @@ class Submit(Message, frozen=True, kw_only=True):
     stops_derailed: bool = True  # a token cycle ends the turn; False: it is told once and goes on
 
 
+MAX_HOLD_SECONDS = 86_400.0
+"""A paused run's prefix is held for so long at most."""
+
+
 class Pause(Message, frozen=True, kw_only=True):
     """Ends a turn in Paused at the next step or chunk border; what it computed is pinned softly for a while.
 

@@ -20,6 +20,7 @@ from .drafting import Drafter, NoDrafts
 from .errors import IntegrityError
 from .line import Line, LineRules
 from .messages import (
+    MAX_HOLD_SECONDS,
     Cancel,
     CancelAgents,
     Derailed,
@@ -38,9 +39,6 @@ from .sharing import InFlight
 from .starting import cuts_ahead, decode_segment, open_path
 from .turn import Turn, TurnEvent
 from .turns import Turns
-
-MAX_HOLD_SECONDS = 86_400.0
-"""A paused run's prefix is held for so long at most."""
 
 GRAMMAR_LOOK_SECONDS = 0.005
 """How often an engine that has nothing else to do looks whether a grammar is built."""

@@ -166,7 +166,7 @@ class Client:
 
     async def pause(self, run: Run, hold_ms: int | None = None) -> VerbBody:
         """Stops a run at its next token and gives its worker to others. What it computed is kept for
-        `hold_ms`; the run itself stays paused until it is resumed.
+        `hold_ms` (up to a day); the run itself stays paused until it is resumed.
         """
         return await self._verb(run, "pause", hold_ms=hold_ms)
 

@@ -13,7 +13,7 @@ from gateway.flow.classes import MAX_PRIORITY, FlowClass
 from gateway.http.api import ChatMessage, ChatRequest
 from gateway.http.fields import REMEDIES as CHAT_REMEDIES
 from gateway.runs.spec import Checkpoint, OnDerail, OnEnd, Orphan
-from workers.messages import Retain
+from workers.messages import MAX_HOLD_SECONDS, Retain
 
 MAX_BATCH = 64
 MAX_WAITED = 256
@@ -27,6 +27,8 @@ MAX_METADATA_CHARS = 512
 
 Tokens = Annotated[int, Meta(ge=1, le=2**31)]
 Milliseconds = Annotated[int, Meta(ge=1, le=WEEK_MS)]
+MAX_HOLD_MS = int(MAX_HOLD_SECONDS * 1000)
+HoldMilliseconds = Annotated[int, Meta(ge=1, le=MAX_HOLD_MS)]
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 RunId = Annotated[str, Meta(pattern=r"^run-[0-9a-f]{32}$")]
 
@@ -79,7 +81,7 @@ class RunRequest(ChatRequest, frozen=True, kw_only=True):
     expected_output_tokens: Tokens | None = None
     heartbeat_ms: Annotated[int, Meta(ge=100, le=WEEK_MS)] | None = None  # the longest silence of the caller
     orphan: Orphan = "cancel"  # what then becomes of it
-    hold_ms: Milliseconds | None = None  # how long a paused run's pages are kept
+    hold_ms: HoldMilliseconds | None = None  # how long a paused run's pages are kept
     on_end: OnEnd = "complete"
     derail: OnDerail = "stop"
     unattended: bool | None = None  # nobody watches: what detectors find critical ends it
@@ -127,7 +129,7 @@ class CancelRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class PauseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long what it computed is kept; the run itself stays paused until it is resumed."""
 
-    hold_ms: Milliseconds | None = None
+    hold_ms: HoldMilliseconds | None = None
 
 
 class EmptyRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,7 +187,7 @@ REMEDIES = {
     "deadline_ms": f"milliseconds from now, 1 to {WEEK_MS} (a week)",
     "queue_ttl_ms": f"milliseconds from 1 to {WEEK_MS} (a week)",
     "heartbeat_ms": f"milliseconds from 100 to {WEEK_MS} (a week)",
-    "hold_ms": f"milliseconds from 1 to {WEEK_MS} (a week)",
+    "hold_ms": f"milliseconds from 1 to {MAX_HOLD_MS} (a day)",
     "orphan": "'cancel', 'continue' or 'pause'",
     "on_end": "'complete' or 'await_input'",
     "derail": "'stop' or 'report'",

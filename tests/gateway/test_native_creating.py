@@ -129,6 +129,7 @@ async def test_a_fork_leaves_its_parent_where_it_is_told(native: Native) -> None
         ({"input": "x", "budget": {"output_tokens": 0}}, "budget.output_tokens"),
         ({"input": "x", "budget": {"wall_ms": -1}}, "budget.wall_ms"),
         ({"input": "x", "deadline_ms": 0}, "deadline_ms"),
+        ({"input": "x", "hold_ms": 86_400_001}, "hold_ms"),
         ({"input": "x", "deadline_ms": 10**30}, "deadline_ms"),
         ({"input": "x", "deadline_ms": 1.5}, "deadline_ms"),
         ({"input": "x", "class": "best"}, "class"),

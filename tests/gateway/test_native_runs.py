@@ -98,6 +98,7 @@ async def test_each_verb_is_passed_on_and_answered(native: Native) -> None:
     path = f"/v1/runs/{run_id}"
     verbs: list[tuple[str, Any, dict[str, Any]]] = [
         ("pause", {"hold_ms": 1500}, {"status": "paused", "hold_ms": 1500}),
+        ("pause", {"hold_ms": 86_400_000}, {"status": "paused", "hold_ms": 86_400_000}),
         ("pause", None, {"status": "paused", "hold_ms": 600_000}),
         ("resume", {}, {"cached_tokens": 8, "recomputed_tokens": 2}),
         ("steer", {"text": "Stop.", "when": "now"}, {"applied": "next_turn", "turn": 2}),
@@ -143,6 +144,7 @@ async def test_a_key_that_comes_with_another_text_loses_none(native: Native) -> 
         ("cancel", {"modus": "now"}, "modus"),
         ("cancel", {"tree": 1}, "tree"),
         ("pause", {"hold_ms": 0}, "hold_ms"),
+        ("pause", {"hold_ms": 86_400_001}, "hold_ms"),  # an engine holds a day at most
         ("resume", {"x": 1}, "x"),
         ("steer", {}, "text"),
         ("steer", {"text": ""}, "text"),
