@@ -116,6 +116,7 @@ PURE = [
     "gateway/flow/fairness.py",
     "gateway/flow/rates.py",
     "gateway/flow/router.py",
+    "gateway/http/messages/typed_tools.py",
     "gateway/http/responses/items.py",
     "gateway/http/responses/listing.py",
     "gateway/http/responses/tools.py",

@@ -205,6 +205,40 @@ def test_tools_of_anthropics_servers_are_left_out() -> None:
     assert parse(tools=[hosted]).raw_tools is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "fields"),
+    [
+        ("bash_20250124", "bash", {"command", "restart"}),
+        ("text_editor_20250124", "str_replace_editor", {"command", "path", "file_text", "view_range"}),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {"command", "path", "insert_text"}),
+        ("memory_20250818", "memory", {"command", "path", "old_path", "new_path"}),
+    ],
+)
+def test_typed_tools_that_the_client_runs_are_offered_as_functions(
+    kind: str, name: str, fields: set[str]
+) -> None:
+    typed = {"type": kind, "name": name}
+    asked = parse(tools=[typed, TOOL], tool_choice={"type": "tool", "name": name})
+    assert asked.raw_tools is not None
+    function = asked.raw_tools[0]["function"]
+    assert function["name"] == name and function["description"]
+    assert fields <= function["parameters"]["properties"].keys()
+    commands = function["parameters"]["properties"]["command"].get("enum", [])
+    assert ("undo_edit" in commands) == (kind == "text_editor_20250124")
+    deferred = parse(tools=[{**typed, "defer_loading": True}, TOOL])
+    assert deferred.raw_tools == parse(tools=[TOOL]).raw_tools
+    assert [tool["function"]["name"] for tool in deferred.later_tools] == [name]
+
+
+@pytest.mark.parametrize("kind", ["web_search_20250305", "computer_20250124", "bash_20250124x", "bash"])
+def test_a_demanded_tool_that_nobody_here_runs_is_named(kind: str) -> None:
+    with pytest.raises(InvalidField) as refused:
+        parse(
+            tools=[{"type": kind, "name": "the_tool"}, TOOL], tool_choice={"type": "tool", "name": "the_tool"}
+        )
+    assert refused.value.param == "tool_choice.name" and "the_tool" in refused.value.message
+
+
 def test_a_deferred_tool_is_told_where_a_message_refers_to_it() -> None:
     later = {**TOOL, "name": "fetch", "defer_loading": True}
     reference = user(result("t", [{"type": "tool_reference", "tool_name": "fetch"}]))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from .blocks import Block, may, need, wrong
+from .typed_tools import client_tool
 
 ChatTool = dict[str, Any]
 
@@ -40,8 +41,9 @@ class Tools:
 
     def define(self, tool: Block, where: str) -> None:
         """Adds a tool that a message brings along. Raises InvalidField."""
-        if not _is_hosted(tool):
-            self.deferred[need(tool, "name", str, where)] = _chat_tool(tool, where)
+        run_by_client = _run_by_client(tool, where)
+        if run_by_client is not None:
+            self.deferred[need(tool, "name", str, where)] = _chat_tool(run_by_client, where)
 
     def definitions(self, names: Sequence[str]) -> str:
         """Tools as a message tells of them."""
@@ -51,19 +53,20 @@ class Tools:
 
 
 def read_tools(tools: Sequence[Block]) -> Tools:
-    """The tools that a client runs; those of Anthropic's own servers, which have a type, are left out.
+    """The tools that a client runs; those of Anthropic's own servers, which have other types, are left out.
 
     Raises InvalidField.
     """
     found = Tools()
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
-        if _is_hosted(tool):
+        run_by_client = _run_by_client(tool, where)
+        if run_by_client is None:
             found.num_skipped += 1
         elif may(tool, "defer_loading", bool, where, default=False):
             found.define(tool, where)
         else:
-            found.listed.append(_chat_tool(tool, where))
+            found.listed.append(_chat_tool(run_by_client, where))
     return found
 
 
@@ -81,8 +84,9 @@ def chat_choice(choice: ToolChoice | None, tools: Tools) -> str | dict[str, Any]
     return {"type": "function", "function": {"name": choice.name}}
 
 
-def _is_hosted(tool: Block) -> bool:
-    return tool.get("type") not in (None, "custom")
+def _run_by_client(tool: Block, where: str) -> Block | None:
+    """The tool with its schema; None where the client does not run it."""
+    return tool if tool.get("type") in (None, "custom") else client_tool(tool, where)
 
 
 def _chat_tool(tool: Block, where: str) -> ChatTool:
