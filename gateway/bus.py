@@ -74,6 +74,11 @@ class Bus:
         """Whether the bus answers; while False new calls are refused and open ones wait."""
         return self._commands_work and self._reader_works.is_set()
 
+    @property
+    def num_followers(self) -> int:
+        """Readers of streams that have not been closed."""
+        return sum(map(len, self._followers.values()))
+
     async def start(self) -> None:
         """Connects and takes the gateway's lease. Raises BusLost."""
         await self._renew_lease()
@@ -99,8 +104,10 @@ class Bus:
 
     async def answered(self, command: Any) -> Any:
         """The answer of one redis command, its connection errors turned into BusLost."""
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task is not None else 0
         try:
-            return await command
+            answer = await command
         except LOST as error:
             self._note_commands(works=False)
             raise BusLost from error
@@ -109,6 +116,9 @@ class Bus:
                 raise
             self._note_commands(works=False)
             raise BusLost from error
+        if task is not None and task.cancelling() > num_cancels:
+            raise asyncio.CancelledError  # Python 3.11's wait_for, which redis sends by, lost it
+        return answer
 
     async def execute(self, pipeline: Pipeline) -> list[Any]:
         """The answers of a pipeline, in order."""

@@ -17,11 +17,14 @@ from .stream import json_response
 
 
 class GatewayHealth(Struct, frozen=True):
-    """This process. `settings`: those in force, without secrets."""
+    """This process. `settings`: those in force, without secrets. `streams_followed`: streams of the bus that
+    are read now, once for each reader; its own inbox is one.
+    """
 
     settings: dict[str, Any]
     runs_live: int
     runs_waiting: int
+    streams_followed: int
 
 
 class Health(Struct, frozen=True, kw_only=True):
@@ -48,7 +51,12 @@ async def get_health(request: web.Request) -> web.Response:
         Health(
             uptime_seconds=round(time.monotonic() - state.started, 3),
             bus="up" if state.is_bus_up() else "lost",
-            gateway=GatewayHealth(as_dict(state.settings), state.runs.num_live, state.runs.num_waiting),
+            gateway=GatewayHealth(
+                as_dict(state.settings),
+                runs_live=state.runs.num_live,
+                runs_waiting=state.runs.num_waiting,
+                streams_followed=state.store.bus.num_followers,
+            ),
             engines=[_engine(view) for view in state.directory.engines()],
         )
     )

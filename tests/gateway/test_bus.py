@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -73,3 +74,31 @@ async def test_a_write_in_between_is_decided_upon_again(valkey: ValkeyServer) ->
 
             assert await bus.append_watched("stream", "0-0", decide)
     assert seen == [1, 2]
+
+
+async def test_no_cancel_is_lost_in_a_command_whenever_it_comes(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as bus:
+
+        async def work() -> None:
+            await bus.get("key")
+            await asyncio.Event().wait()
+
+        for is_new in (False, True):
+            for num_steps in range(25):
+                if is_new:
+                    await bus.commands.connection_pool.disconnect()
+                task = asyncio.create_task(work())
+                for _ in range(num_steps):
+                    await asyncio.sleep(0)
+                task.cancel()
+                _, lasting = await asyncio.wait([task], timeout=5)
+                assert not lasting, (is_new, num_steps)
+
+
+async def test_a_time_limit_holds_though_it_ends_within_a_command(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as bus:
+        for number in range(25):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(number / 100_000):
+                    await bus.get("key")
+                    await asyncio.sleep(5)
