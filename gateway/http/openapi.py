@@ -23,7 +23,8 @@ Object = dict[str, Any]
 ABOUT = """\
 Multi-agent inference for long contexts. Errors are told in the words of the API that was called, and
 `x-should-retry` says whether the same call may work later. Unknown fields are ignored where a schema does
-not forbid them, and null means absent. Every answer names its request in `x-request-id`."""
+not forbid them, and null means absent. Every answer names its request in `x-request-id`. The schema of a
+`text/event-stream` is that of each of its events: their fields, with JSON in `data`."""
 
 COMPONENTS = "#/components/schemas/{name}"
 EVENTS = "text/event-stream"
@@ -116,9 +117,13 @@ class _Schemas:
 
 
 def _types(route: Route) -> Iterator[Any]:
-    named = (route.body, route.events, route.error, *route.answers.values())
-    yield from (found for found in named if found is not None)
+    answers = [found for given in route.answers.values() for found in _each(given)]
+    yield from (found for found in (route.body, *route.events, route.error, *answers) if found is not None)
     yield from (parameter.type for parameter in route.parameters)
+
+
+def _each(given: Any) -> tuple[Any, ...]:
+    return given if isinstance(given, tuple) else (given,)
 
 
 def _hide(component: Object) -> None:
@@ -165,7 +170,7 @@ def _parameters(route: Route, schemas: _Schemas) -> Iterator[Object]:
 def _responses(route: Route, schemas: _Schemas) -> Object:
     headers = {name: {"$ref": f"#/components/headers/{name}"} for name in HEADERS}
     responses: Object = {}
-    for status in sorted({*route.answers, *([200] if route.events is not None else [])}):
+    for status in sorted({*route.answers, *([200] if route.events else [])}):
         content = _content(route, status, schemas)
         responses[str(status)] = {"description": route.summary, "headers": headers}
         if content:
@@ -179,7 +184,21 @@ def _responses(route: Route, schemas: _Schemas) -> Object:
 def _content(route: Route, status: int, schemas: _Schemas) -> Object:
     content: Object = {}
     if route.answers.get(status) is not None:
-        content[route.media] = {"schema": schemas.of(route.answers[status])}
-    if status == 200 and route.events is not None:
-        content[EVENTS] = {"schema": {"type": "string"}, "x-tetrarch-event": schemas.of(route.events)}
+        content[route.media] = {"schema": _any_of(_each(route.answers[status]), schemas)}
+    if status == 200 and route.events:
+        content[EVENTS] = {"schema": _event(route, schemas)}
     return content
+
+
+def _any_of(types: Iterable[Any], schemas: _Schemas) -> Object:
+    shapes = [schemas.of(found) for found in types]
+    return shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
+
+
+def _event(route: Route, schemas: _Schemas) -> Object:
+    told = _any_of(route.events, schemas)
+    data: Object = {"type": "string", "contentMediaType": JSON, "contentSchema": told}
+    if route.last_data is not None:
+        data = {"type": "string", "anyOf": [{"const": route.last_data}, data]}
+    text = {"type": "string"}
+    return {"type": "object", "properties": {"event": text, "id": text, "data": data}, "required": ["data"]}

@@ -37,9 +37,10 @@ class Route:
 
     `path` is aiohttp's (`/v1/runs/{id}/cancel`). `scope` is what the caller must have (callers/scopes.py).
     `verb` names it in the audit log; "" for what controls nothing. `body`: the type of the JSON body; None:
-    it takes none. `answers`: the body's type for each status of success; None: no body. `events`: the type
-    of a server-sent event's data, where the answer may be such a stream (of status 200). `error`: the type of
-    the body of any failure, where that is not OpenAI's.
+    it takes none. `answers`: the body's type, or a tuple of types, for each status of success; None: no body.
+    `events`: what the data of a server-sent event may be, where the answer may be such a stream (of status
+    200); `last_data`: the text that ends one. `error`: the type of the body of any failure, where that is not
+    OpenAI's.
 
     Each API's module holds its rows as a tuple; routes.py joins them:
 
@@ -61,7 +62,7 @@ class Route:
                 scope="read",
                 summary="The run's events, from the start or after one of them.",
                 answers={},
-                events=PublicEvent,
+                events=(PublicEvent,),
                 parameters=(Parameter("after", "Id of the last event that was seen."),),
             ),
         )
@@ -77,7 +78,8 @@ class Route:
     error: Any = ErrorBody
     is_body_optional: bool = False
     answers: Mapping[int, Any] = field(default_factory=lambda: {200: dict[str, Any]})
-    events: Any = None
+    events: tuple[Any, ...] = ()
+    last_data: str | None = None
     parameters: tuple[Parameter, ...] = ()
     media: str = JSON  # of the answers
     is_limited: bool = True  # whether a token's calls per minute count it

@@ -14,19 +14,25 @@ from .chat import post_chat
 from .completions import post_completion
 from .health import Health, Ready, get_health, get_ready
 from .messages.routes import ROUTES as MESSAGES
+from .messages.shapes import Message, MessageEvent
 from .metrics_page import get_metrics
 from .models import Model, ModelList, NativeModelList, get_model, get_models, get_native_models
 from .openapi import get_openapi
 from .responses.routes import ROUTES as RESPONSES
+from .responses.shapes import Response, ResponseEvent
 from .route import Parameter, Route
 from .sessions import CancelRequest, SessionCancelled, post_cancel
-from .shapes import ChatChunk, ChatCompletion, TextCompletion
+from .shapes import ChatChunk, ChatCompletion, ErrorBody, TextCompletion
 from .stream import get_run
 
 AFTER = (
     Parameter("after", "Id of the last event that was seen: a resumed stream goes on behind it."),
     Parameter("Last-Event-ID", "The same, as event sources send it.", where="header"),
 )
+
+DONE = "[DONE]"
+TOLD_AGAIN = (ChatCompletion, TextCompletion, Message, Response)
+STREAMED_AGAIN = (ChatChunk, TextCompletion, ErrorBody, MessageEvent, ResponseEvent)
 
 OPENAI = (
     Route(
@@ -37,16 +43,18 @@ OPENAI = (
         summary="Answers a conversation.",
         body=ChatRequest,
         answers={200: ChatCompletion},
-        events=ChatChunk,
+        events=(ChatChunk, ErrorBody),
+        last_data=DONE,
     ),
     Route(
         method="GET",
         path="/v1/chat/completions/{id}",
         call=get_run,
         scope="read",
-        summary="A chat's answer again.",
-        answers={200: ChatCompletion, 204: None},
-        events=ChatChunk,
+        summary="A call's answer again, in the words of the API that it was asked by.",
+        answers={200: TOLD_AGAIN, 204: None},
+        events=STREAMED_AGAIN,
+        last_data=DONE,
         parameters=AFTER,
     ),
     Route(
@@ -57,16 +65,18 @@ OPENAI = (
         summary="Continues a text.",
         body=CompletionRequest,
         answers={200: TextCompletion},
-        events=TextCompletion,
+        events=(TextCompletion, ErrorBody),
+        last_data=DONE,
     ),
     Route(
         method="GET",
         path="/v1/completions/{id}",
         call=get_run,
         scope="read",
-        summary="A text completion's answer again.",
-        answers={200: TextCompletion, 204: None},
-        events=TextCompletion,
+        summary="The same.",
+        answers={200: TOLD_AGAIN, 204: None},
+        events=STREAMED_AGAIN,
+        last_data=DONE,
         parameters=AFTER,
     ),
 )

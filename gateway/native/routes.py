@@ -21,7 +21,7 @@ from .structs import (
     SteerRequest,
     WaitRequest,
 )
-from .telling import PublicEvent
+from .telling import SessionEvent, StreamedEvent
 from .verbs import post_cancel, post_heartbeat, post_pause, post_respond, post_resume, post_steer
 from .waiting import get_wait, post_wait
 
@@ -162,7 +162,7 @@ LOOKING = (
         scope="read",
         summary="A run's events, from the start or behind one of them.",
         answers={},
-        events=PublicEvent,
+        events=(StreamedEvent,),
         parameters=AFTER,
     ),
 )
@@ -183,7 +183,7 @@ SESSIONS = (
         scope="read",
         summary="What happens to all runs of a session, in one stream.",
         answers={},
-        events=PublicEvent,
+        events=(SessionEvent,),
         parameters=AFTER,
     ),
 )

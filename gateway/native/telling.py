@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import Struct
 
 from gateway.dialects.answer import Answer
 from gateway.dialects.frames import Body, Frame, Silence
 from gateway.errors import GatewayError
+from gateway.http.shapes import Error
 from gateway.runs.ends import call_id
 from gateway.runs.events import AnyEvent
 from gateway.runs.state import RunState, advance
@@ -61,6 +63,20 @@ class ToolCallMade(Told, frozen=True, kw_only=True, tag="tool_call"):
 
 
 PublicEvent = TokenText | Thinking | ToolCallBegun | ToolCallDelta | ToolCallMade | Lifecycle
+
+
+class StreamFailed(Struct, frozen=True, tag_field="type", tag="error"):
+    """The stream ends here, what it tells of does not: read on behind the last id."""
+
+    error: Error
+
+
+class KeepAlive(Struct, frozen=True, tag_field="type", tag="keepalive"):
+    """The session's stream is still there."""
+
+
+StreamedEvent = PublicEvent | StreamFailed
+SessionEvent = StreamedEvent | KeepAlive
 
 
 class RunTeller:

@@ -50,7 +50,7 @@ ROUTES = (
         summary="Answers a conversation.",
         body=MessagesRequest,
         answers={200: Message},
-        events=MessageEvent,
+        events=(MessageEvent,),
         error=MessagesErrorBody,
     ),
     Route(

@@ -17,7 +17,7 @@ ROUTES = (
         summary="Answers a conversation of items.",
         body=ResponsesRequest,
         answers={200: Response},
-        events=ResponseEvent,
+        events=(ResponseEvent,),
     ),
     Route(
         method="GET",
@@ -26,7 +26,7 @@ ROUTES = (
         scope="read",
         summary="A response as stored, or as far as it has come; or its events again.",
         answers={200: Response},
-        events=ResponseEvent,
+        events=(ResponseEvent,),
         parameters=(
             Parameter("stream", "true: the events instead of the whole."),
             Parameter("starting_after", "The sequence number of the last event that was seen.", type=int),
