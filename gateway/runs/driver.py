@@ -71,6 +71,11 @@ class Driver:
         self._tasks = tasks
         self._border = Border("on_turn_end")
 
+    def live(self, run_id: str) -> Run | None:
+        """A run that it follows; None once that has ended: its stream may be gone by now."""
+        run = self.runs.get(run_id)
+        return None if run is None or run.state.phase is Phase.ENDED else run
+
     def follow(self, run: Run) -> None:
         """Follows a run to its end, whether or not a client reads it."""
         self.runs[run.run_id] = run

@@ -164,7 +164,7 @@ class Runs:
         """The fold over its events; of a run whose events have expired, what its result tells. Raises
         RunNotFound.
         """
-        run = self._driver.runs.get(run_id)
+        run = self._driver.live(run_id)
         if run is not None:
             return await self._newest(run_id, run.state)
         state: RunState | None = await read_state(self._bus, run_id)
@@ -288,7 +288,7 @@ class Runs:
 
     async def adopt(self, run_id: str) -> Run | None:
         """Follows another gateway's run (or finds our own); None when it has ended. Raises RunNotFound."""
-        if run_id not in self._driver.runs:
+        if self._driver.live(run_id) is None:
             state, transcript = await read_whole(self._bus, run_id)
             if state == NOTHING:
                 raise RunNotFound(run_id)

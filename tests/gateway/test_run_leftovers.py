@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from gateway.errors import RunNotFound
 from gateway.runs.commands import CancelRun
 from gateway.runs.run import Run, RunEvent
 from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
-from workers.messages import KEY_PREFIX, RUNS_LIVE_KEY, Derail, Tokens
+from workers.messages import KEY_PREFIX, RUNS_LIVE_KEY, Derail, Tokens, run_events_key
 
 from .chatting import CALL, chatting, ended, generated, spec
 from .fake_engine import until
@@ -53,3 +56,23 @@ async def test_no_key_of_a_run_is_without_an_end(valkey: ValkeyServer) -> None:
             f"{shelf}:{part}" for shelf in ("ids", "results", "logs") for part in ("order", "sizes")
         }
         assert sum(name.startswith("run:") for name in names) > 8
+
+
+async def test_a_run_that_is_deleted_while_its_end_is_still_told_is_gone(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 4
+        run_id = await gate.runs.create(spec())
+        await generated(gate, run_id, 4)
+        run = gate.runs._driver.runs[run_id]
+        async with run.telling:  # what is told of it takes its time
+            await gate.runs.cancel(run_id, seconds=5)
+            await until(lambda: run.state.ended is not None)
+            assert gate.is_live(run_id)
+            with valkey.client() as client:
+                client.delete(run_events_key(run_id))
+            await gate.runs.keeper.store.results.remove(run_id)
+            with pytest.raises(RunNotFound):
+                await gate.runs.state(run_id)
+            with pytest.raises(RunNotFound):
+                await anext(aiter(gate.runs.events(run_id)))
+        await until(lambda: not gate.is_live(run_id))
