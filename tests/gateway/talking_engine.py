@@ -47,6 +47,7 @@ class TalkingEngine(FakeEngine):
         self.bundle = bundle_of(tokenizer(), QWEN)
         self.answers = answers
         self.allowed: int | None = None
+        self.allowed_of: dict[str, int | None] = {}  # by run, where it is not `allowed`
         self.seconds_per_token = 0.0
         self.is_starting = True  # False: turns stay in its line
         self.num_computed = 0  # prompt tokens, over all attempts
@@ -77,7 +78,8 @@ class TalkingEngine(FakeEngine):
         answer = answer_ids(self.answers(text_of(prompt)))
         produced = num_before
         while not (turn.is_cancelled or turn.is_paused or produced in (len(answer), submit.max_tokens)):
-            if self.allowed is not None and produced - num_before >= self.allowed:
+            allowed = self.allowed_of.get(submit.run_id, self.allowed)
+            if allowed is not None and produced - num_before >= allowed:
                 await asyncio.sleep(0.005)
                 continue
             token = answer[produced]
