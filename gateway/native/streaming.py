@@ -69,7 +69,7 @@ async def get_session_events(request: web.Request) -> web.StreamResponse:
         first = await log.read(*where, count=1)
         gap = Gap(run="", after=after, before=first[0].id if first else "")
         after = "0-0"
-    stream = await _open(request, _SessionVoice())
+    stream = await _open(request, SessionVoice())
     if lacks:
         await stream.send(frames([gap]))
     if follows:
@@ -95,7 +95,7 @@ async def relay(
             await send(item)
 
 
-class _SessionVoice:
+class SessionVoice:
     """A session's stream in silence and failure."""
 
     def silence(self) -> Silence:

@@ -7,6 +7,7 @@ formed may still be refused (a schema cannot tell of templates and contexts), so
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import load_all_checks
+from schemathesis.core.failures import FailureGroup
 from schemathesis.core.result import Ok
+from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_headers_conformance,
@@ -30,7 +33,7 @@ from gateway.http.openapi import document
 from gateway.http.routes import ROUTES
 from tests.conftest import Logged, ValkeyServer
 
-from .fuzz_seeds import SEEDS
+from .fuzz_seeds import CHATS, MESSAGES, RESPONSES, SEEDS, TEXTS
 from .fuzz_world import FAULTS, SECONDS, HoldingEngine, Record, World
 from .test_native_real import serving
 
@@ -105,6 +108,49 @@ def ask_and_look(world: World, labels: list[str], num_examples: int, record: Rec
 
 def test_every_route_is_asked() -> None:
     assert len(OPERATIONS) == len(ROUTES)
+
+
+STREAMED: list[tuple[str, str, str, Any]] = [
+    ("/v1/chat/completions", "POST", "", CHATS[2]),
+    ("/v1/completions", "POST", "", TEXTS[1]),
+    ("/v1/responses", "POST", "", RESPONSES[1]),
+    ("/v1/messages", "POST", "", MESSAGES[2]),
+    ("/v1/runs/{id}/events", "GET", "ended", None),
+    ("/v1/sessions/{session}/events", "GET", "session", None),
+]
+
+
+def ask_for_stream(world: World, schema: BaseSchema, path: str, method: str, kind: str, body: Any) -> None:
+    """Raises FailureGroup for events that are not as the schema tells."""
+    operation = schema[path][method]
+    given = {"body": body, "media_type": "application/json"} if body is not None else {}
+    if kind:
+        given |= {"path_parameters": {path.split("{")[1].split("}")[0]: world.of(kind)}}
+        given |= {"query": {"follow": "false"}}
+    case = operation.Case(**given)
+    response = case.call(base_url=world.url, timeout=SECONDS)
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+    assert response.content.count(b"data: ") > 2
+    case.validate_response(response, checks=CHECKS)
+
+
+def with_a_field_that_no_event_has(path: str, method: str) -> BaseSchema:
+    """The description, wrong in one point."""
+    told = copy.deepcopy(document(ROUTES))
+    content = told["paths"][path][method.lower()]["responses"]["200"]["content"]
+    data = content["text/event-stream"]["schema"]["properties"]["data"]
+    data = data.get("anyOf", [data])[-1]
+    data["contentSchema"] = {"allOf": [data["contentSchema"], {"required": ["never"]}]}
+    return schemathesis.openapi.from_dict(told)
+
+
+async def test_each_event_of_a_stream_is_held_to_the_description(world: World) -> None:
+    for path, method, kind, body in STREAMED:
+        await asyncio.to_thread(ask_for_stream, world, SCHEMA, path, method, kind, body)
+        wrong = with_a_field_that_no_event_has(path, method)
+        with pytest.raises(FailureGroup, match="SSE event"):
+            await asyncio.to_thread(ask_for_stream, world, wrong, path, method, kind, body)
+    await asyncio.to_thread(world.clear)
 
 
 async def test_nothing_that_is_asked_breaks_the_server(

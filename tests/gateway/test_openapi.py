@@ -9,8 +9,11 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
+from gateway.bus import BusLost
 from gateway.http.openapi import document, public_path
 from gateway.http.routes import ROUTES
+from gateway.native.streaming import SessionVoice
+from gateway.native.telling import failure_frames
 
 from .fake_runs import words
 from .http_gateway import CHAT, HELLO, TEXT, Gateway, chunks_of
@@ -109,3 +112,14 @@ async def test_errors_are_as_described(gateway: Gateway) -> None:
         status, error = await gateway.post(body)
         assert status == 400
         check(error, CHAT, "post", status="4XX")
+
+
+def test_what_streams_say_of_themselves_is_as_described() -> None:
+    run, session = "/v1/runs/{id}/events", "/v1/sessions/{session}/events"
+    failed = [frame.data for frame in failure_frames(BusLost())]
+    for path in (run, session):
+        for data in failed:
+            check(data, path, is_event=True)
+    for frame in SessionVoice().silence().frames:
+        check(frame.data, session, is_event=True)
+    check(BusLost().body(), CHAT, "post", is_event=True)
