@@ -48,7 +48,7 @@ SCHEMA = schemathesis.openapi.from_dict(document(ROUTES))
 OPERATIONS: dict[str, Any] = {
     found.ok().label: found.ok() for found in SCHEMA.get_all_operations() if isinstance(found, Ok)
 }
-NUM_EXAMPLES, NUM_EXAMPLES_SLOW = 2, 300
+NUM_EXAMPLES, NUM_EXAMPLES_SLOW = 3, 300
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from .fuzz_world import FAULTS, SECONDS, Answered, HoldingEngine, Record, World
 from .test_native_real import serving
 
 DESCRIBED = Described(document(ROUTES))
-NUM_EXAMPLES, NUM_EXAMPLES_SLOW = 6, 300
+NUM_EXAMPLES, NUM_EXAMPLES_SLOW = 8, 300
 MAY_WAIT = (
     "GET /v1/runs/wait",
     "POST /v1/runs/wait",
