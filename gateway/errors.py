@@ -51,6 +51,7 @@ KINDS: dict[str, ErrorKind] = {
     "host_not_allowed": ErrorKind(421, INVALID),
     # cannot now
     "rate_limited": ErrorKind(429, "rate_limit_error", retryable=True),
+    "budget_exceeded": ErrorKind(429, "insufficient_quota"),  # until its tree's budget is another
     "overloaded": ErrorKind(429, "rate_limit_error", retryable=True),
     "queue_timeout": ErrorKind(503, SERVER, retryable=True),
     "no_engine": ErrorKind(503, SERVER, retryable=True),
@@ -83,6 +84,7 @@ class GatewayError(Exception):
       UnknownModel      no engine serves that model (404)
       RunNotFound       no such run, or its events have expired (404)
       Conflict          the run is in a state that does not allow it, or a key is taken (409)
+      BudgetSpent       the tree that a call belongs to has no room for it (429, not to be sent again)
       RateLimited       the token's calls per minute are used up (429, Retry-After)
       Overloaded        too many wait (429, Retry-After)
       NoEngine          no living engine can take the call now (503)
@@ -152,6 +154,18 @@ class RunNotFound(GatewayError):
 
 class Conflict(GatewayError):
     """What is there already does not allow it; the same call would be refused again."""
+
+
+class BudgetSpent(GatewayError):
+    """The budget of the tree that a call belongs to leaves no room for it."""
+
+    def __init__(self, root: str, name: str, limit: int, used: int) -> None:
+        super().__init__(
+            "budget_exceeded",
+            f"By its parent, agent or session this call belongs to the tree of {root}, whose budget has no "
+            f"room for it: {name} is {limit}, of which {used} are used. Start a run with a larger "
+            "tree_budget, or call under other names.",
+        )
 
 
 class RateLimited(GatewayError):

@@ -11,10 +11,14 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 
+import msgspec
+
 from gateway.bus import BusLost
+from gateway.errors import BudgetSpent
 from gateway.store.index import RunNote
 from gateway.store.results import ResultError, RunResult
 from gateway.store.store import Store
+from gateway.store.tree_names import NamedTree
 from gateway.store.tree_usage import Used
 from workers.messages import RUN_END_ID, Progress, RunEnded, Tokens, encode
 
@@ -22,9 +26,9 @@ from .checking import checked
 from .ends import Told, result_of
 from .events import AnyEvent
 from .families import Member
-from .limits import Spent
+from .limits import Accounts, Spent, no_room
 from .run import Run, RunEvent
-from .spec import CHECKPOINTS, Budget
+from .spec import CHECKPOINTS, Budget, RunSpec
 from .state import RunState, fold
 from .told import log_body
 from .transcript import whole_calls
@@ -77,6 +81,27 @@ class Keeper:
                 where, is_last = (spec.tenant, spec.session), run.state.ended is not None
                 await self.store.session_log.mirror(where, run.run_id, lines, is_last=is_last)
                 del run.untold[: len(lines)]
+
+    async def name_tree(self, run_id: str, spec: RunSpec) -> None:
+        """Lets calls under a run's names find its tree, if that has a budget. Raises BusLost."""
+        if spec.tree_budget != Budget() and spec.session:
+            tree = NamedTree(spec.tree or run_id, _encode_budget(spec.tree_budget))
+            names = (spec.tenant, spec.session, spec.agent)
+            await self.store.tree_names.note(names, tree, is_root=not spec.tree)
+
+    async def in_tree(self, spec: RunSpec, prompt_tokens: int) -> RunSpec:
+        """A call's spec in the tree that its names belong to, if that has a budget. Raises BudgetSpent where
+        it leaves no room for such a prompt, and BusLost.
+        """
+        tree = await self.store.tree_names.find(spec.tenant, spec.session, spec.parent, spec.agent)
+        if tree is None:
+            return spec
+        budget = _decode_budget(tree.budget)
+        used = _spent(await self.store.tree_usage.total(tree.root))
+        lacking = no_room(Accounts(Spent(), used, budget), prompt_tokens)
+        if lacking is not None:
+            raise BudgetSpent(tree.root, *lacking)
+        return msgspec.structs.replace(spec, tree=tree.root, tree_budget=budget)
 
     async def spent(self, run: Run) -> None:
         """Counts an ended turn against its tree, and looks what that has spent. Raises BusLost."""
@@ -199,3 +224,7 @@ def _tree(run: Run) -> str:
 
 def _spent(used: Used) -> Spent:
     return Spent(used.prompt_tokens, used.output_tokens, used.thinking_tokens, used.tool_calls)
+
+
+_encode_budget = msgspec.msgpack.Encoder().encode
+_decode_budget = msgspec.msgpack.Decoder(Budget).decode

@@ -80,18 +80,33 @@ def overspent(state: RunState, accounts: Accounts) -> RunEnded | None:
         ("thinking_tokens", own.thinking_tokens, budget.thinking_tokens),
         ("tool_calls", own.tool_calls, budget.tool_calls),
     ]
-    tree, limit = accounts.tree, accounts.tree_budget
-    prompt = state.prompt_tokens if is_waiting else 0
-    checks += [
-        ("tree_budget.prompt_tokens", tree.prompt_tokens + prompt, limit.prompt_tokens),
-        ("tree_budget.output_tokens", tree.output_tokens + needs, limit.output_tokens),
-        ("tree_budget.thinking_tokens", tree.thinking_tokens, limit.thinking_tokens),
-        ("tree_budget.tool_calls", tree.tool_calls, limit.tool_calls),
-    ]
+    checks += _of_tree(accounts, state.prompt_tokens if is_waiting else 0, needs)
     for name, spent, most in checks:
         if most is not None and spent > most:
             return _exceeded(name, most)
     return None
+
+
+def no_room(accounts: Accounts, prompt_tokens: int) -> tuple[str, int, int] | None:
+    """What a tree has too little of for a turn with such a prompt: the limit's name, the limit, what is used
+    of it. None: it has room.
+    """
+    used = _of_tree(accounts, 0, 0)
+    for (name, needed, most), (_, spent, _) in zip(_of_tree(accounts, prompt_tokens, 1), used, strict=True):
+        if most is not None and needed > most:
+            return name, most, spent
+    return None
+
+
+def _of_tree(accounts: Accounts, prompt_tokens: int, output_tokens: int) -> list[tuple[str, int, int | None]]:
+    """Each limit's name, what is used of it with so many further tokens, and what it is."""
+    tree, limit = accounts.tree, accounts.tree_budget
+    return [
+        ("tree_budget.prompt_tokens", tree.prompt_tokens + prompt_tokens, limit.prompt_tokens),
+        ("tree_budget.output_tokens", tree.output_tokens + output_tokens, limit.output_tokens),
+        ("tree_budget.thinking_tokens", tree.thinking_tokens, limit.thinking_tokens),
+        ("tree_budget.tool_calls", tree.tool_calls, limit.tool_calls),
+    ]
 
 
 def cut_short(state: RunState, accounts: Accounts) -> RunEnded | None:

@@ -40,7 +40,7 @@ from .outcomes import Alive, Cancelled, Forked, Paused, Responded, Resumed, Stee
 from .reading import NOTHING, read_events, read_state, read_whole
 from .recording import Recorder
 from .run import Run, RunEvent
-from .spec import ForkPoint, RunSpec, encode_spec
+from .spec import Budget, ForkPoint, RunSpec, encode_spec
 from .state import Phase, RunState
 from .talk import Conversation, Talk
 from .verbs import Verbs
@@ -103,13 +103,14 @@ class Runs:
         spec: RunSpec | None = None,
         conversation: Conversation | None = None,
     ) -> str:
-        """The new run's id (`run-<32 hex>`) once it is in line, in the reserved place or a further one.
+        """A call's id (`run-<32 hex>`) once it is in line, in the reserved place or a further one.
 
-        `conversation`: how it goes on; None: it has one turn. Raises Overloaded or NoEngine.
+        `conversation`: how it goes on; None: it has one turn. Raises Overloaded or NoEngine, and BudgetSpent
+        where the tree that its names belong to has no room for it.
         """
-        return await self.launch(
-            f"run-{uuid.uuid4().hex}", order, spec or spec_of(order), conversation, place
-        )
+        self._check_open()
+        spec = await self.keeper.in_tree(spec or spec_of(order), order.prompt_tokens)
+        return await self.launch(f"run-{uuid.uuid4().hex}", order, spec, conversation, place)
 
     async def launch(
         self,
@@ -129,7 +130,8 @@ class Runs:
         with run.in_logs():
             log.info("run_started", num_prompt_tokens=order.prompt_tokens, max_tokens=order.max_tokens)
         self._driver.follow(run)
-        self._driver.enter(run)
+        if spec.tree_budget == Budget():  # else its first step looks first what its tree has left
+            self._driver.enter(run)
         return run_id
 
     async def create(self, spec: RunSpec, run_id: str = "") -> str:
@@ -344,6 +346,7 @@ class Runs:
         await self._bus.answered(self._bus.commands.sadd(RUNS_LIVE_KEY, run_id))
         if not await self._bus.append(run.key, run.state.last_id, encode(accepted), create=True):
             return None
+        await self.keeper.name_tree(run_id, spec)
         if spec.heartbeat_ms is not None:
             await self.keeper.beat(run_id, spec.heartbeat_ms)
         self.keeper.tell(run, RunEvent(run.state.last_id, accepted))

@@ -13,6 +13,7 @@ from .index import RunIndex
 from .responses import ResponseStore
 from .results import ResultStore
 from .session_log import SessionLog
+from .tree_names import TreeNames
 from .tree_usage import TreeUsage
 
 KEPT_BYTES = 128 << 20
@@ -31,6 +32,7 @@ class Store:
     index: RunIndex
     session_log: SessionLog
     tree_usage: TreeUsage
+    tree_names: TreeNames
     heartbeats: Heartbeats
 
 
@@ -45,5 +47,6 @@ def store_in(bus: Bus, kept_bytes: int = KEPT_BYTES) -> Store:
         index=RunIndex(bus),
         session_log=SessionLog(bus, max_bytes=kept_bytes * 3 // 20),
         tree_usage=TreeUsage(bus),
+        tree_names=TreeNames(bus),
         heartbeats=Heartbeats(bus),
     )

@@ -1,0 +1,51 @@
+"""Which tree with a budget the names of a call belong to, so that plain calls count in it as runs do.
+
+Owns one key for each session and agent of such a tree. Knows no run and no budget's meaning.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.bus import Bus
+
+from .keys import WEEK_SECONDS, named_key
+
+
+class NamedTree(msgspec.Struct, frozen=True, array_like=True):
+    """A tree. `budget` is as it was noted."""
+
+    root: str  # the run at its root
+    budget: bytes
+
+
+class TreeNames:
+    """Trees by tenant, session and agent; the newest tree of a name counts."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def note(self, names: tuple[str, str, str], tree: NamedTree, *, is_root: bool) -> None:
+        """A run of (tenant, session, agent) is in that tree. Its session is too: of several trees in one, the
+        one whose root came last. Safe to repeat; raises BusLost.
+        """
+        tenant, session, agent = names
+        pipeline = self._bus.commands.pipeline(transaction=False)
+        pipeline.set(_key(tenant, session, ""), _encode(tree), ex=WEEK_SECONDS, nx=not is_root)
+        if agent:
+            pipeline.set(_key(tenant, session, agent), _encode(tree), ex=WEEK_SECONDS)
+        await self._bus.execute(pipeline)
+
+    async def find(self, tenant: str, session: str, *agents: str) -> NamedTree | None:
+        """The tree of the first of these agents that is in one, else the session's. Raises BusLost."""
+        keys = [_key(tenant, session, agent) for agent in (*filter(None, agents), "")]
+        found = await self._bus.answered(self._bus.commands.mget(keys))
+        return next((_decode(tree) for tree in found if tree is not None), None)
+
+
+def _key(tenant: str, session: str, agent: str) -> str:
+    return named_key("tree-of", tenant, session, agent)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(NamedTree).decode
