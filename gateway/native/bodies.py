@@ -71,6 +71,7 @@ class ForkedFrom(Struct, frozen=True, kw_only=True):
 
     run: str
     tokens: int
+    dropped_call: str | None = None  # the tool call that the parent had not ended: it is not in the prompt
 
 
 class CheckpointBody(Struct, frozen=True, kw_only=True):
@@ -161,6 +162,7 @@ class CreatedBody(Struct, frozen=True, kw_only=True):
     parent_tokens: int | None = None  # of a fork: the prompt's first tokens that are the parent's
     cached_tokens: int | None = None
     recomputed_tokens: int | None = None
+    dropped_call: str | None = None  # the tool call that the parent had not ended: it is not in the prompt
 
 
 class BatchItem(Struct, frozen=True, kw_only=True):

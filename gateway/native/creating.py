@@ -197,6 +197,7 @@ async def _start(request: web.Request, wanted: _Wanted) -> CreatedBody:
         parent_tokens=forked.parent_tokens,
         cached_tokens=forked.cached_tokens,
         recomputed_tokens=forked.recomputed_tokens,
+        dropped_call=forked.dropped_call,
     )
 
 

@@ -114,7 +114,10 @@ def is_settled(state: RunState, *, input_counts: bool) -> bool:
 
 
 def _fork(spec: RunSpec) -> ForkedFrom | None:
-    return None if spec.fork is None else ForkedFrom(run=spec.fork.run, tokens=spec.fork.num_tokens)
+    fork = spec.fork
+    if fork is None:
+        return None
+    return ForkedFrom(run=fork.run, tokens=fork.num_tokens, dropped_call=fork.dropped_call)
 
 
 def _checkpoints(told: Mapping[Any, int]) -> tuple[CheckpointBody, ...]:

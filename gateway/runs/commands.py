@@ -78,6 +78,7 @@ class Answered(Message, frozen=True, kw_only=True):
     applied: str = ""  # how it was taken: the verb's own word
     turn: int = 0  # that it acted on, or that it opens
     tokens: int = 0  # of a fork: the parent's tokens that it begins with
+    dropped_call: str | None = None  # of a fork: as in ForkPoint
     error: str = ""
     message: str = ""
 

@@ -22,6 +22,7 @@ from .run import Run
 from .spec import Budget, ForkPoint, RunSpec, decode_spec
 from .state import RunState
 from .talk import Talk
+from .transcript import Transcript
 from .turns import cut_ids
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class Making:
         """A child of a run of ours. Raises GatewayError."""
         await self._fork(fork.run_id, decode_spec(fork.spec), fork.at, ids, parent.state)
 
-    async def child_of_ended(self, run_id: str, at: ForkPoint, spec: RunSpec, parent: RunState) -> int:
-        """A child of a run that has ended; how many of its tokens are the parent's. Raises Conflict where
-        those are not kept any more, and InvalidField for a point that is not there.
+    async def child_of_ended(self, run_id: str, at: ForkPoint, spec: RunSpec, parent: RunState) -> ForkPoint:
+        """A child of a run that has ended; the point as resolved. Raises Conflict where the parent's tokens
+        are not kept any more, and InvalidField for a point that is not there.
         """
         ids = await self._keeper.ids_of(at.run)
         if ids is None:
@@ -66,8 +67,25 @@ class Making:
                 "name a turn, a token or a checkpoint that it has."
             )
             raise InvalidField("at", message)
-        await self._fork(run_id, spec, at, cut, parent)
-        return len(cut) // 4
+        if at.is_behind_turn(state.turn):
+            cut, at = await self._without_open_call(cut, at, spec, (state, transcript))
+        return await self._fork(run_id, spec, at, cut, parent)
+
+    async def _without_open_call(
+        self, ids: bytes, at: ForkPoint, spec: RunSpec, parent: tuple[RunState, Transcript]
+    ) -> tuple[bytes, ForkPoint]:
+        """An ended parent's tokens without the tool call that its end has cut off, so far as its events are
+        still there to tell of one; and the point with its name.
+        """
+        state, transcript = parent
+        turn = transcript.current
+        cut = turn.open_call(state.turn_end)
+        if cut is None:
+            return ids, at
+        conversation = (await self._talk.begin(spec, None)).conversation
+        kept = conversation.kept_tokens(bytes(turn.ids), turn.text[: cut.start])
+        point = msgspec.structs.replace(at, dropped_call=cut.name)
+        return ids[: 4 * (turn.prompt_tokens + kept)], point
 
     async def take_over(self, run: Run) -> None:
         """Rebuilds what only the run's own gateway held, so that this one may go on. Raises GatewayError."""
@@ -90,7 +108,9 @@ class Making:
             raise NoEngine("This gateway is still starting. Try again in a few seconds.")
         return self._runs.talk
 
-    async def _fork(self, run_id: str, spec: RunSpec, at: ForkPoint, ids: bytes, parent: RunState) -> None:
+    async def _fork(
+        self, run_id: str, spec: RunSpec, at: ForkPoint, ids: bytes, parent: RunState
+    ) -> ForkPoint:
         point = msgspec.structs.replace(at, num_tokens=len(ids) // 4)
         spec = msgspec.structs.replace(
             _child_of(spec, at.run, parent),
@@ -103,6 +123,7 @@ class Making:
         order = replace(begun.order, prefers=parent.engine_id or "")
         await self._keeper.prompt(run_id, order.token_ids, at.run)
         await self._runs.launch(run_id, order, spec, begun.conversation)
+        return point
 
     async def _in_tree(self, spec: RunSpec) -> RunSpec:
         """Under its parent's tree, whose budget counts for it as well."""

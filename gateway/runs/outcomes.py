@@ -70,12 +70,15 @@ class Responded:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """The child. `parent_tokens` of its prompt are the parent's; the counts come with its worker."""
+    """The child. `parent_tokens` of its prompt are the parent's; the counts come with its worker.
+    `dropped_call`: the tool call that the parent had not ended, and that the child therefore has not.
+    """
 
     run_id: str
     parent_tokens: int
     cached_tokens: int | None = None
     recomputed_tokens: int | None = None
+    dropped_call: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,11 +46,16 @@ class ForkPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
     token: int | None = None  # after so many tokens of the parent, its first prompt's included
     checkpoint: Checkpoint | None = None
     num_tokens: int = 0  # as resolved: so many ids of the parent begin the child's prompt
+    dropped_call: str | None = None  # likewise: the open tool call that is left out; "": it had no name yet
 
     @property
     def is_now(self) -> bool:
         """At the parent's next border."""
         return self.turn is None and self.token is None and self.checkpoint is None
+
+    def is_behind_turn(self, last: int) -> bool:
+        """It goes on behind what the run's last turn has said, and not at a token that is told exactly."""
+        return self.is_now or self.turn == last
 
     @property
     def is_between_messages(self) -> bool:

@@ -132,7 +132,9 @@ class RunResumed(Told, frozen=True, kw_only=True, tag="run.resumed"):
 
 
 class CallDropped(Told, frozen=True, kw_only=True, tag="tool_call.dropped"):
-    """A tool call that was not yet whole when the run was steered is not part of it any more."""
+    """A tool call that was not yet whole when the run was steered is not part of it any more. At a fork's
+    beginning: the call of its parent that is not part of the child.
+    """
 
     turn: int
     name: str
@@ -227,7 +229,7 @@ def tell(run_id: str, event: AnyEvent, state: RunState) -> list[Lifecycle]:
     """What an event tells. `state` is the fold with it."""
     match event:
         case Accepted():
-            return [_accepted(run_id, event, state)]
+            return _accepted(run_id, event, state)
         case Progress():
             return [progress(run_id, state)]
         case Derailed(what=what):
@@ -277,9 +279,9 @@ def told_end(run_id: str, status: str, state: RunState) -> Lifecycle:
     return end
 
 
-def _accepted(run_id: str, event: Accepted, state: RunState) -> RunAccepted:
+def _accepted(run_id: str, event: Accepted, state: RunState) -> list[Lifecycle]:
     spec = state.spec
-    return RunAccepted(
+    accepted = RunAccepted(
         run=run_id,
         run_kind=spec.kind,
         session=spec.session,
@@ -290,6 +292,9 @@ def _accepted(run_id: str, event: Accepted, state: RunState) -> RunAccepted:
         prompt_tokens=event.prompt_tokens,
         created=event.created,
     )
+    if spec.fork is None or spec.fork.dropped_call is None:
+        return [accepted]
+    return [accepted, CallDropped(run=run_id, turn=state.turn, name=spec.fork.dropped_call)]
 
 
 def _tell_steps(

@@ -9,7 +9,8 @@ import msgspec
 
 from gateway.dialects.answer import AnswerShape
 from gateway.text.parsing import Content, Reader, Reasoning, Said, read
-from workers.messages import Accepted, Tokens
+from gateway.text.parsing.open_calls import OpenCall, open_call
+from workers.messages import Accepted, Finished, Tokens, TurnEnd
 
 from .events import AnyEvent, TurnOpened, decode
 
@@ -53,6 +54,11 @@ class TurnText:
         if self.shape.endpoint == "text":
             return Said(content=self.text)
         return read(self.shape.reading, self.text)
+
+    def open_call(self, end: TurnEnd | None) -> OpenCall | None:
+        """The tool call that it was cut off in; None where it was in none, or came to its end by itself."""
+        is_whole = isinstance(end, Finished) and end.reason == "stop"
+        return None if is_whole else open_call(self.shape.reading, self.text)
 
     def feed(self, event: Tokens) -> None:
         """More of it."""

@@ -19,8 +19,7 @@ from gateway.bus import Bus, BusLost
 from gateway.errors import GatewayError
 from gateway.flow.directory import EngineView
 from gateway.flow.places import Order, Places, submit_of
-from gateway.text.parsing.open_calls import open_call
-from workers.messages import Dispatched, Paused, encode, inbox_key
+from workers.messages import Dispatched, encode, inbox_key
 
 from .commands import Answered, ForkRun, ToolOutput
 from .ends import calls_of
@@ -205,8 +204,7 @@ class Turns:
     def _kept(self, run: Run) -> tuple[int, str | None]:
         """How many of the turn's tokens stay, and the name of the open call that does not."""
         current = run.transcript.current
-        is_whole = run.state.turn_end is not None and not isinstance(run.state.turn_end, Paused)
-        cut = None if is_whole else open_call(current.shape.reading, current.text)
+        cut = None if run.state.calls else current.open_call(run.state.turn_end)  # none is open behind those
         if cut is None or run.conversation is None:
             return len(current.ids) // 4, None
         return run.conversation.kept_tokens(bytes(current.ids), current.text[: cut.start]), cut.name
@@ -224,27 +222,39 @@ class Turns:
         return True
 
     async def _make_child(self, run: Run, fork: ForkRun) -> Answered:
-        ids = self._ids_at(run, fork.at)
+        ids, dropped = self._ids_at(run, fork.at)
         if ids is None:
             message = (
                 "There is no such point in the run: name a turn that has ended, or a token or a checkpoint "
                 "that it has."
             )
             return Answered(command=fork.command, error="invalid_field", message=message)
+        at = msgspec.structs.replace(fork.at, dropped_call=dropped)
         try:
-            await self._driver.make_child(fork, run, ids)
+            await self._driver.make_child(msgspec.structs.replace(fork, at=at), run, ids)
         except BusLost:
             raise
         except GatewayError as error:
             return Answered(command=fork.command, error=error.kind, message=error.message)
-        return Answered(command=fork.command, applied="forked", turn=run.state.turn, tokens=len(ids) // 4)
+        return Answered(
+            command=fork.command,
+            applied="forked",
+            turn=run.state.turn,
+            tokens=len(ids) // 4,
+            dropped_call=dropped,
+        )
 
-    def _ids_at(self, run: Run, at: ForkPoint) -> bytes | None:
-        """The run's tokens up to there; None: it does not have so many."""
+    def _ids_at(self, run: Run, at: ForkPoint) -> tuple[bytes | None, str | None]:
+        """The run's tokens up to there, None where it does not have so many; and the name of the open call
+        that is left out of them.
+        """
         assert run.order is not None
-        ids = run.order.token_ids + bytes(run.transcript.current.ids)
-        ends = run.transcript.ends
-        return cut_ids(ids, at, run.state, ends if run.state.phase in _CLOSED else ends[:-1])
+        ids, ends = run.order.token_ids + bytes(run.transcript.current.ids), run.transcript.ends
+        cut = cut_ids(ids, at, run.state, ends if run.state.phase in _CLOSED else ends[:-1])
+        if cut is None or not at.is_behind_turn(run.state.turn):
+            return cut, None
+        kept, dropped = self._kept(run)
+        return ids[: len(run.order.token_ids) + 4 * kept], dropped
 
 
 def cut_ids(ids: bytes, at: ForkPoint, state: RunState, ends: Sequence[int]) -> bytes | None:

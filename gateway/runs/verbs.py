@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 
+import msgspec
+
 from gateway.errors import Conflict, InvalidField, StillWaiting
 
 from . import outcomes
@@ -131,22 +133,21 @@ class Verbs:
         command = command or (f"fork-{run_id}" if run_id else command_id(""))
         run_id = run_id or f"run-{hashlib.blake2b(command.encode(), digest_size=16).hexdigest()}"
         state = await self._recorder.state(at.run)
-        num_tokens = None
+        point = None
         if state.phase is not Phase.ENDED:
             recorded = ForkRun(command=command, at=at, run_id=run_id, spec=encode_spec(spec))
             with contextlib.suppress(Conflict):  # it ends just now
                 state = await self._recorder.record(at.run, recorded)
-            seen, num_tokens = await self._recorder.until(at.run, command, state, _forked)
+            seen, point = await self._recorder.until(at.run, command, state, lambda seen: _forked(seen, at))
             state = seen.state
-        if num_tokens is None and state.phase is not Phase.ENDED:
+        if point is None and state.phase is not Phase.ENDED:
             raise StillWaiting(
                 "The parent has not reached its next border yet. Repeat the call with the same "
                 "Idempotency-Key to wait on: without one, another child is made."
             )
-        if num_tokens is None:
-            num_tokens = await self._making.child_of_ended(run_id, at, spec, state)
-        ends_in_answer = at.token is None and not at.is_between_messages
-        return await self._started_child(run_id, num_tokens, num_tokens - ends_in_answer)
+        if point is None:
+            point = await self._making.child_of_ended(run_id, at, spec, state)
+        return await self._started_child(run_id, point)
 
     async def heartbeat(self, run_id: str) -> outcomes.Alive:
         """The caller is still there."""
@@ -157,15 +158,17 @@ class Verbs:
         await self._keeper.beat(run_id, period)
         return outcomes.Alive(state.status, period / 1000)
 
-    async def _started_child(self, run_id: str, num_tokens: int, computed: int) -> outcomes.Forked:
+    async def _started_child(self, run_id: str, point: ForkPoint) -> outcomes.Forked:
         """With what its first attempt found of what the parent had computed, if it gets a worker in time. An
         answer's last token is not computed before another follows.
         """
+        is_inside = point.token is not None or point.dropped_call is not None
+        computed = point.num_tokens if is_inside or point.is_between_messages else point.num_tokens - 1
         state = await self._recorder.state(run_id)
         seen, _ = await self._recorder.until(run_id, "", state, _started, seconds=CHILD_SECONDS)
         cached = seen.state.cached_tokens
         recomputed = None if cached is None else max(computed - cached, 0)
-        return outcomes.Forked(run_id, num_tokens, cached, recomputed)
+        return outcomes.Forked(run_id, point.num_tokens, cached, recomputed, point.dropped_call)
 
 
 def _computed(state: RunState) -> int:
@@ -188,8 +191,12 @@ def _started(seen: Seen) -> bool | None:
     return True if has_worker or phase is Phase.INPUT_REQUIRED else None
 
 
-def _forked(seen: Seen) -> int | None:
-    return seen.answered.tokens if seen.answered is not None else None
+def _forked(seen: Seen, at: ForkPoint) -> ForkPoint | None:
+    """The point as the parent's owner has resolved it."""
+    if seen.answered is None:
+        return None
+    told = seen.answered
+    return msgspec.structs.replace(at, num_tokens=told.tokens, dropped_call=told.dropped_call)
 
 
 def _steered(seen: Seen, command: str, when: When) -> outcomes.Steered | None:

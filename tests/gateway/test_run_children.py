@@ -20,7 +20,8 @@ async def test_a_child_goes_on_behind_its_own_tokens_when_its_parent_has_others(
             parent = await first.runs.create(spec(tools=True))
             await generated(first, parent, 12)
             engine.is_starting = False
-            child = (await first.runs.fork(ForkPoint(run=parent), spec("child"))).run_id
+            inside = len(engine.turns[0].submit.token_ids) // 4 + 12  # of a call
+            child = (await first.runs.fork(ForkPoint(run=parent, token=inside), spec("child"))).run_id
             (run,) = [run for run in first.runs.local() if run.run_id == child]
             assert run.order is not None
             prompt = run.order.token_ids

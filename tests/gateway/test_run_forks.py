@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.errors import GatewayError
-from gateway.runs.events import Resumed
+from gateway.runs.commands import ToolOutput
+from gateway.runs.events import Resumed, TurnOpened
 from gateway.runs.spec import Budget, ForkPoint
+from gateway.runs.told import CallDropped, tell
 from tests.conftest import ValkeyServer
 from workers.messages import Paused, Tokens
 
-from .chatting import assert_adds_up, chatting, ended, generated, reaches, result, spec
-from .talking_engine import TalkingEngine, text_of
+from .chatting import CALL, assert_adds_up, chatting, ended, generated, reaches, result, spec
+from .samples import TOOLS
+from .talking_engine import TalkingEngine, answer_ids, text_of
 from .test_run_verbs import FIRST, answers
 from .test_runs import stored
 
@@ -121,3 +125,85 @@ async def test_a_child_counts_against_its_parents_tree(valkey: ValkeyServer) -> 
         child = await gate.runs.create(spec(parent_run=parent))
         state = await ended(gate, child)
         assert (state.status, state.usage.completion_tokens) == ("failed", 0)
+
+
+TALK = f"I look.\n{CALL}"
+
+
+def looks(prompt: str) -> str:
+    """Says a word and calls a tool, in its first turn."""
+    return TALK if prompt.endswith("Look<|im_end|>\n<|im_start|>assistant\n") else "fine"
+
+
+def behind(engine: TalkingEngine, run_id: str) -> str:
+    """What follows the first answer's opening in a child's prompt."""
+    (ids,) = [turn.submit.token_ids for turn in engine.turns if turn.submit.run_id == run_id]
+    return text_of(ids).split("<|im_start|>assistant\n", 1)[1]
+
+
+WITHOUT_CALL = "I look.\n<|im_end|>\n<|im_start|>user\nchild<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("where", ["running", "paused", "cancelled", "cut off", "cut off, by its turn"])
+async def test_a_fork_within_an_open_tool_call_leaves_before_it_and_tells_so(
+    valkey: ValkeyServer, where: str
+) -> None:
+    async with TalkingEngine(valkey.url, looks) as engine, chatting(valkey.url) as gate:
+        half = len(answer_ids(TALK)) - 8
+        is_cut = where.startswith("cut off")
+        engine.allowed = None if is_cut else half
+        budget = Budget(output_tokens=half) if is_cut else Budget()
+        parent = await gate.runs.create(spec("Look", tools=True, budget=budget))
+        if is_cut:
+            await ended(gate, parent)
+        else:
+            await generated(gate, parent, half)
+        if where == "paused":
+            await gate.runs.pause(parent)
+        elif where == "cancelled":
+            await gate.runs.cancel(parent, seconds=5)
+            await ended(gate, parent)
+        engine.allowed = None
+        at = ForkPoint(run=parent, turn=1 if where.endswith("turn") else None)
+        forked = await gate.runs.fork(at, spec("child"), command="f")
+        assert (forked.dropped_call, forked.recomputed_tokens) == ("read_file", 0)
+        assert (await gate.runs.fork(at, spec("child"), command="f")).dropped_call == "read_file"
+        child = await ended(gate, forked.run_id)
+        assert child.status == "completed"
+        assert behind(engine, forked.run_id) == WITHOUT_CALL
+        told = [said for event in stored(valkey, forked.run_id) for said in tell(forked.run_id, event, child)]
+        (dropped,) = [said for said in told if isinstance(said, CallDropped)]
+        assert (dropped.run, dropped.name) == (forked.run_id, "read_file")
+        if where == "paused":
+            await gate.runs.resume(parent)
+        if where in ("running", "paused"):  # its own call is still whole
+            assert (await reaches(gate, parent, "input_required")).calls[0].arguments == '{"path": "/a"}'
+            await gate.runs.cancel(parent, seconds=5)
+
+
+async def test_a_fork_behind_a_whole_call_keeps_it(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, looks) as engine, chatting(valkey.url) as gate:
+        parent = await gate.runs.create(spec("Look", tools=True))
+        state = await reaches(gate, parent, "input_required")
+        forked = await gate.runs.fork(ForkPoint(run=parent), spec("child"))
+        assert forked.dropped_call is None
+        assert behind(engine, forked.run_id).startswith(TALK)
+        await gate.runs.respond(parent, [ToolOutput(call_id=state.calls[0].id, output="contents")])
+        await ended(gate, parent)
+        await ended(gate, forked.run_id)
+
+
+async def test_a_text_behind_a_turn_that_was_cut_off_in_a_call_drops_the_call(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, looks) as engine, chatting(valkey.url) as gate:
+        half = len(answer_ids(TALK)) - 8
+        body = {"messages": [{"role": "user", "content": "Look"}], "tools": TOOLS, "max_tokens": half}
+        engine.allowed = 4
+        run_id = await gate.runs.create(spec(body=msgspec.json.encode(body)))
+        await generated(gate, run_id, 4)
+        await gate.runs.steer(run_id, "child", "next_turn")
+        engine.allowed = None
+        state = await ended(gate, run_id)
+        assert (state.turn, state.status) == (2, "completed")
+        (opened,) = [event for event in stored(valkey, run_id) if isinstance(event, TurnOpened)]
+        assert opened.dropped_call == "read_file"
+        assert engine.prompt_of(1).endswith(WITHOUT_CALL)
