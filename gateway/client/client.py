@@ -174,11 +174,13 @@ class Client:
         """Goes on with a paused run; `recomputed_tokens` tells what had to be computed again."""
         return await self._verb(run, "resume")
 
-    async def cancel(self, run: Run, mode: CancelMode = "now", *, tree: bool = False) -> VerbBody:
+    async def cancel(
+        self, run: Run, mode: CancelMode = "now", *, tree: bool = False, keep_partial: bool = True
+    ) -> VerbBody:
         """Ends a run (`graceful`: at the end of its turn), with `tree` all that descends from it, too.
-        `status` tells whose end came first. What it had said is kept.
+        `status` tells whose end came first. What it had said is kept, unless not even that is wanted.
         """
-        return await self._verb(run, "cancel", mode=mode, tree=tree)
+        return await self._verb(run, "cancel", mode=mode, tree=tree, keep_partial=keep_partial)
 
     async def respond(
         self, run: Run, outputs: Mapping[str, str] | None = None, *, text: str | None = None

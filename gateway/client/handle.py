@@ -67,9 +67,11 @@ class RunHandle:
         """Goes on: see Client.resume."""
         return await self._client.resume(self)
 
-    async def cancel(self, mode: CancelMode = "now", *, tree: bool = False) -> VerbBody:
+    async def cancel(
+        self, mode: CancelMode = "now", *, tree: bool = False, keep_partial: bool = True
+    ) -> VerbBody:
         """Ends it: see Client.cancel."""
-        return await self._client.cancel(self, mode, tree=tree)
+        return await self._client.cancel(self, mode, tree=tree, keep_partial=keep_partial)
 
     async def respond(self, outputs: Mapping[str, str] | None = None, *, text: str | None = None) -> VerbBody:
         """Gives it what it waits for: see Client.respond."""

@@ -41,6 +41,7 @@ class ResultBody(Struct, frozen=True, kw_only=True):
     finish_reason: str | None
     partial: bool
     truncated: bool  # it was too large to be kept whole
+    dropped: bool = False  # who cancelled it did not want what it had said
 
 
 class RunErrorBody(Struct, frozen=True, kw_only=True):

@@ -158,6 +158,7 @@ def _result(result: RunResult) -> ResultBody:
         finish_reason=result.finish_reason,
         partial=result.is_partial,
         truncated=result.is_truncated,
+        dropped=result.is_dropped,
     )
 
 

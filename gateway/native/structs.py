@@ -120,10 +120,14 @@ class BatchRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CancelRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`graceful` ends it behind its present turn. `tree`: all that descends from it, too."""
+    """`graceful` ends it behind its present turn. `tree`: all that descends from it, too. Without
+    `keep_partial` only the counts of a run that ends by this are kept, not what it had said; its events are
+    there for the usual hour.
+    """
 
     mode: Literal["graceful", "now"] = "now"
     tree: bool = False
+    keep_partial: bool = True
 
 
 class PauseRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -198,6 +202,7 @@ REMEDIES = {
     "runs": f"a list of 1 to {MAX_BATCH} runs",
     "all_or_nothing": "true or false",
     "tree": "true or false",
+    "keep_partial": "true or false",
     "text": f"a string of 1 to {MAX_TEXT_CHARS} characters",
     "when": "'now', 'next_turn' or 'queue'",
     "outputs": "a list of {'call_id': ..., 'output': text}",

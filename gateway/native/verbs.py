@@ -29,7 +29,12 @@ async def post_cancel(request: web.Request) -> web.Response:
     run_id, _ = await own_run(request)
     asked = read_verb(await request.read(), CancelRequest, _CANCEL)
     told = await verbs_of(request).cancel(
-        run_id, asked.mode, tree=asked.tree, command=command_of(request, asked), seconds=END_SECONDS
+        run_id,
+        asked.mode,
+        tree=asked.tree,
+        keep_partial=asked.keep_partial,
+        command=command_of(request, asked),
+        seconds=END_SECONDS,
     )
     return json_response(VerbBody(id=run_id, status=told.status, mode=told.mode, num_runs=told.num_runs))
 

@@ -26,10 +26,13 @@ class ToolOutput(Struct, frozen=True, kw_only=True):
 
 
 class CancelRun(Message, frozen=True, kw_only=True):
-    """End the run: at once, or at the end of its turn. `derail`: a detector asks; the run ends derailed."""
+    """End the run: at once, or at the end of its turn. `derail`: a detector asks; the run ends derailed.
+    `keep_partial`: whether what the run had said is kept as its result, if this is what ends it.
+    """
 
     command: str
     mode: CancelMode = "now"
+    keep_partial: bool = True
     derail: Derail | None = None
 
 

@@ -224,7 +224,7 @@ class Driver:
 
     async def _end(self, run: Run, step: End) -> bool:
         """Keeps the result, then writes the end: unless a command came that the end has not seen."""
-        await self._keeper.result(self._told(run), step.ended)
+        await self._keeper.result(_told(run, step.ended), step.ended)
         quiet = (run_commands_key(run.run_id), run.wishes.last_id)
         if not await self.write(run, lambda state: step.ended, quiet=quiet):
             await self.read_wishes(run)
@@ -233,12 +233,9 @@ class Driver:
             if not entries and not await self._bus.read(run.key, "0-0", 1):
                 raise StreamGone(run.key)
             if state.ended is not None:  # another gateway was faster: its end stands
-                await self._keeper.result(self._told(run), state.ended)
+                await self._keeper.result(_told(run, state.ended), state.ended)
                 return False
         return True
-
-    def _told(self, run: Run) -> Told:
-        return Told(run.run_id, run.state, run.transcript, run.derail)
 
     async def _keep(self, run: Run) -> None:
         """What is to be kept of an attempt that has ended, before anything follows from that."""
@@ -250,7 +247,7 @@ class Driver:
             await self._keeper.spent(run)
         else:
             await self._keeper.spent_so_far(run)
-        if state.spec.is_detached:
+        if state.spec.is_detached or run.drops_partial:  # else they may come behind the end
             await self._keeper.ids(run)
         else:
             self.spawn(run, self._keeper.ids(run))
@@ -392,3 +389,8 @@ class Driver:
             await self._bus.execute(pipeline)
         except BusLost:
             log.info("run_not_cleared")  # the caretaker finds it ended
+
+
+def _told(run: Run, ended: RunEnded) -> Told:
+    is_kept = not (ended.state == "cancelled" and run.drops_partial)
+    return Told(run.run_id, run.state, run.transcript, run.derail, is_kept=is_kept)

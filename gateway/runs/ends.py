@@ -40,15 +40,18 @@ class Told:
     state: RunState
     transcript: Transcript
     derail: Derail | None = None  # what a gateway's detector found
+    is_kept: bool = True  # what it has said
 
 
 def result_of(told: Told, ended: RunEnded, now: float) -> RunResult:
-    """The result of a run that ends so; `now` in unix seconds. What was said is kept, however short."""
+    """The result of a run that ends so; `now` in unix seconds. What was said is kept, however short, unless
+    its caller has cancelled it and does not want that.
+    """
     state, turn = told.state, _last_words(told.transcript)
     said = turn.said()
     number = told.transcript.turns.index(turn) + 1
     calls = calls_of(told.run_id, number, said)
-    return RunResult(
+    result = RunResult(
         state=ended.state,
         accepted=_accepted(state),
         text=said.content,
@@ -68,6 +71,9 @@ def result_of(told: Told, ended: RunEnded, now: float) -> RunResult:
         error=_error(state, ended),
         is_partial=ended.state != "completed",
     )
+    if told.is_kept:
+        return result
+    return structs.replace(result, text="", reasoning="", calls=(), is_dropped=True)
 
 
 def _accepted(state: RunState) -> bytes:

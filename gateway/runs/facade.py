@@ -42,10 +42,13 @@ class RunVerbs(Protocol):
         mode: CancelMode = "now",
         *,
         tree: bool = False,
+        keep_partial: bool = True,
         command: str = "",
         seconds: float = 0.0,
     ) -> Cancelled:
-        """Ends a run; with `tree` all that descends from it, too. Waits for its end for so many seconds."""
+        """Ends a run; with `tree` all that descends from it, too. Waits for its end for so many seconds.
+        `keep_partial`: what it had said is its result; else only its counts are.
+        """
         ...
 
     async def pause(self, run_id: str, hold_seconds: float | None = None, *, command: str = "") -> Paused:

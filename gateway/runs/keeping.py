@@ -166,9 +166,11 @@ class Keeper:
     async def result(self, told: Told, ended: RunEnded) -> None:
         """Keeps what the run came to. Raises BusLost."""
         spec, result = told.state.spec, result_of(told, ended, time.time())
-        if spec.result_schema:
+        if spec.result_schema and told.is_kept:
             result = await asyncio.to_thread(checked, result, spec.result_schema)
         await self.store.results.put(told.run_id, result)
+        if not told.is_kept:
+            await self.store.ids.remove(told.run_id)
         if spec.tree_budget.output_tokens is not None:
             await self.store.tree_usage.forget(spec.tree or told.run_id, told.run_id)
 

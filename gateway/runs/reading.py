@@ -5,15 +5,16 @@ And what they come to so far, for who does not follow.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator
 
-from gateway.bus import Bus, StreamGone
+from gateway.bus import Bus, BusLost, StreamGone
 from workers.messages import RUN_END_ID, RunEnded, run_events_key
 
 from .event_ids import StreamGap, follows
 from .events import decode
 from .run import RunEvent
-from .state import RunState, failed, fold
+from .state import Phase, RunState, failed, fold
 from .transcript import Transcript
 
 NOTHING = RunState()
@@ -51,6 +52,14 @@ async def read_state(bus: Bus, run_id: str, state: RunState = NOTHING) -> RunSta
     """The fold over the events behind a state. Raises BusLost."""
     async for page in bus.pages(run_events_key(run_id), state.last_id):
         state = fold(page, state)
+    return state
+
+
+async def read_newest(bus: Bus, run_id: str, state: RunState) -> RunState:
+    """A followed run's state with what has come since: a reader of its events may be ahead of us."""
+    if state.phase is not Phase.ENDED:
+        with contextlib.suppress(BusLost):
+            return await read_state(bus, run_id, state)
     return state
 
 

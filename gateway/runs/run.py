@@ -115,6 +115,12 @@ class Run:
         return left
 
     @property
+    def drops_partial(self) -> bool:
+        """Whether what it has said is not wanted, if it is cancelled."""
+        cancel = self.left.cancel
+        return cancel is not None and not cancel.keep_partial
+
+    @property
     def untold_derail(self) -> Derail | None:
         """What was found here, or what a gateway that is gone had found when it asked for the run's end."""
         cancel = self.left.cancel

@@ -37,7 +37,7 @@ from .driver import Driver
 from .keeping import Keeper
 from .making import Making, spec_of
 from .outcomes import Alive, Cancelled, Forked, Paused, Responded, Resumed, Steered
-from .reading import NOTHING, read_events, read_state, read_whole
+from .reading import NOTHING, read_events, read_newest, read_state, read_whole
 from .recording import Recorder
 from .run import Run, RunEvent
 from .spec import Budget, ForkPoint, RunSpec, encode_spec
@@ -74,7 +74,7 @@ class Runs:
         self._making = Making(bus, self.keeper, self)
         self._driver = Driver(bus, self._places, self.keeper, self._tasks, self._making.child)
         self._recorder = Recorder(bus, self)
-        self._cancelling = Cancelling(bus, self.keeper, self.cancel)
+        self._cancelling = Cancelling(bus, self.keeper)
         self._verbs = Verbs(self._recorder, self._making, self.keeper)
         self._stopping = False  # takes no new runs
         directory.on_poll.append(self._driver.release)
@@ -168,7 +168,7 @@ class Runs:
         """
         run = self._driver.live(run_id)
         if run is not None:
-            return await self._newest(run_id, run.state)
+            return await read_newest(self._bus, run_id, run.state)
         state: RunState | None = await read_state(self._bus, run_id)
         if state == NOTHING:
             state = await self.keeper.state_of(run_id)
@@ -184,24 +184,30 @@ class Runs:
         mode: CancelMode = "now",
         *,
         tree: bool = False,
+        keep_partial: bool = True,
         command: str = "",
         seconds: float = 0.0,
     ) -> Cancelled:
         """Ends a run, and with `tree` all that descend from it. Returns when that is on its way, or after its
         end if that comes within so many seconds; while the bus is lost, at once: it is sent when it returns.
         """
+        wish = CancelRun(command=command, mode=mode, keep_partial=keep_partial)
+        num_runs = 1
         if tree:
-            root = await self.state(run_id)
-            below = await self._cancelling.below(run_id, root, mode)
-            cancelled = await self.cancel(run_id, mode, command=command, seconds=seconds)
-            return replace(cancelled, num_runs=below + (root.phase is not Phase.ENDED))
+            root, cancel_one = await self.state(run_id), lambda name: self._cancel(name, wish)
+            below = await self._cancelling.below(run_id, root, cancel_one)
+            num_runs = below + (root.phase is not Phase.ENDED)
+        return replace(await self._cancel(run_id, wish, seconds), num_runs=num_runs)
+
+    async def _cancel(self, run_id: str, wish: CancelRun, seconds: float = 0.0) -> Cancelled:
         run = self._driver.runs.get(run_id)
-        if run is not None and mode == "now" and not (run.is_ours and run.state.spec.is_detached):
+        is_plain = wish.mode == "now" and wish.keep_partial
+        if run is not None and is_plain and not (run.is_ours and run.state.spec.is_detached):
             run.cancel_requested, run.since = True, time.monotonic()
             if run.is_ours:  # it ends with this gateway: nobody else need know
                 await asyncio.wait({self._driver.spawn(run, self._driver.nudge(run))}, timeout=2.0)
-                return Cancelled(run.state.status, mode)
-        return await self._verbs.cancel(run_id, mode, command, seconds)
+                return Cancelled(run.state.status, wish.mode)
+        return await self._verbs.cancel(run_id, wish, seconds)
 
     async def pause(self, run_id: str, hold_seconds: float | None = None, *, command: str = "") -> Paused:
         """Stops it at the next border."""
@@ -244,7 +250,7 @@ class Runs:
         """Ends the runs of `root` and of its descendants, of which this gateway knows `agents`, and tells all
         living engines to do the same. How many runs were told. Safe to repeat.
         """
-        return await self._cancelling.agents(root, agents, self._places.living())
+        return await self._cancelling.agents(root, agents, self._places.living(), self.cancel)
 
     # For the caretaker and the recorder.
 
@@ -352,13 +358,6 @@ class Runs:
         self.keeper.tell(run, RunEvent(run.state.last_id, accepted))
         self._driver.spawn(run, self._list(run))
         return run
-
-    async def _newest(self, run_id: str, state: RunState) -> RunState:
-        """With what has come since: a reader of the run's events may be ahead of us."""
-        if state.phase is not Phase.ENDED:
-            with contextlib.suppress(BusLost):
-                return await read_state(self._bus, run_id, state)
-        return state
 
     async def _list(self, run: Run) -> None:
         with contextlib.suppress(BusLost):  # then lists lack it, and nothing else

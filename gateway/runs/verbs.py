@@ -15,7 +15,6 @@ from gateway.errors import Conflict, InvalidField, StillWaiting
 
 from . import outcomes
 from .commands import (
-    CancelMode,
     CancelRun,
     ForkRun,
     PauseRun,
@@ -51,14 +50,14 @@ class Verbs:
         self._making = making
         self._keeper = keeper
 
-    async def cancel(self, run_id: str, mode: CancelMode, command: str, seconds: float) -> outcomes.Cancelled:
+    async def cancel(self, run_id: str, wish: CancelRun, seconds: float) -> outcomes.Cancelled:
         """Ends a run; waits so long for its end. One that has ended is no conflict."""
-        command = command_id(command)
+        command, mode = command_id(wish.command), wish.mode
         state = await self._recorder.state(run_id)
         if state.phase is Phase.ENDED:
             return outcomes.Cancelled(state.status, mode)
         with contextlib.suppress(Conflict):  # it ends just now
-            state = await self._recorder.record(run_id, CancelRun(command=command, mode=mode))
+            state = await self._recorder.record(run_id, msgspec.structs.replace(wish, command=command))
         if seconds and mode == "now":
             seen, _ = await self._recorder.until(run_id, command, state, _ended, seconds=seconds)
             state = seen.state

@@ -61,6 +61,7 @@ class RunResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: ResultError | None = None
     is_partial: bool = False  # the run was ended before its answer was whole
     is_truncated: bool = False  # it was too large to keep whole
+    is_dropped: bool = False  # who cancelled it did not want what it had said
 
 
 class ResultStore:

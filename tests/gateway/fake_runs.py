@@ -167,6 +167,7 @@ class FakeRuns(Runs):
         mode: CancelMode = "now",
         *,
         tree: bool = False,
+        keep_partial: bool = True,
         command: str = "",
         seconds: float = 0.0,
     ) -> outcomes.Cancelled:

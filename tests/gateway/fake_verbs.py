@@ -123,6 +123,7 @@ class FakeVerbs(FakeRuns):
         mode: CancelMode = "now",
         *,
         tree: bool = False,
+        keep_partial: bool = True,
         command: str = "",
         seconds: float = 0.0,
     ) -> outcomes.Cancelled:
