@@ -73,7 +73,9 @@ def line_of(event: PublicEvent) -> str | None:
 def progress_of(event: RunProgress) -> str:
     """How far it is."""
     share = f" {event.processed:,}/{event.total:,}" if event.total else ""
-    return f"{event.phase}{share}"
+    place = f", number {event.queue_pos:,} in line" if event.queue_pos is not None else ""
+    soon = f", an answer in some {event.eta_ms / 1000:,.0f} s" if event.eta_ms is not None else ""
+    return f"{event.phase}{share}{place}{soon}"
 
 
 def tokens(usage: RunUsage | UsageBody) -> str:

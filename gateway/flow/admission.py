@@ -98,6 +98,19 @@ class Admission:
         """Whether the ticket is in a line."""
         return run_id in self._in_line
 
+    def num_before(self, run_id: str) -> int:
+        """How many tickets of its line go before one that waits, as things stand."""
+        held = self._in_line[run_id]
+        line, flow_class = held.queue
+        above = [self._queues.get((line, name)) for name in CLASSES[: CLASSES.index(flow_class)]]
+        return sum(len(queue) for queue in above if queue) + self._queues[held.queue].num_before(
+            run_id, held.seat
+        )
+
+    def all_waiting(self, line: str) -> list[Ticket]:
+        """The tickets of a line."""
+        return [held.ticket for held in self._in_line.values() if held.ticket.line == line]
+
     def refusal(self, flow_class: FlowClass, room: int) -> Refusal | None:
         """Why no further ticket of the class may come in. `room`: turns that engines could take at once."""
         limit = self.classes.rules(flow_class).max_waiting + room
@@ -198,6 +211,12 @@ class Admission:
         if waiting is not None:
             self._forget_waiting(waiting)
         return waiting is not None
+
+    def sent_before(self, run_id: str) -> list[Ticket]:
+        """The tickets that a released one's engine was sent before it, and still holds."""
+        held = self._released.get(run_id)
+        names = list(self._at_engine[held.engine_id]) if held is not None else [run_id]
+        return [self._released[name].ticket for name in names[: names.index(run_id)]]
 
     def released(self, engine_id: str) -> list[Held]:
         """The tickets that an engine holds."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 LEAST_SECONDS = 1e-6
@@ -75,6 +76,11 @@ class Rotation:
                 return key
             heapq.heappop(self._order)
         return None
+
+    def goes_before(self, key: str, other: str) -> bool:
+        """Whether one waiting flow goes before another one."""
+        one, two = self._flows[key], self._flows[other]
+        return (one.served, one.number) < (two.served, two.number)
 
     def enter(self, key: str) -> None:
         """The flow waits for its turn."""
@@ -146,6 +152,16 @@ class _Share:
     trees: Rotation = field(default_factory=Rotation)
     waiting: dict[str, list[tuple[Rank, str]]] = field(default_factory=dict)
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self.waiting.values()))
+
+
+def _meanwhile(rotation: Rotation, own: str, before: int, lengths: Mapping[str, int]) -> int:
+    """With those of the other flows that go while so many of one's own do; `lengths` of all that wait."""
+    others = [(name, length) for name, length in lengths.items() if name != own]
+    return before + sum(min(length, before + rotation.goes_before(name, own)) for name, length in others)
+
 
 class FairQueue:
     """The waiting tickets of one class. Shares have the same seconds however many trees they have, and trees
@@ -178,6 +194,18 @@ class FairQueue:
         share = self._by_share[name]
         tree = share.trees.first()
         return None if tree is None else share.waiting[tree][0][1]
+
+    def num_before(self, run_id: str, seat: Seat) -> int:
+        """How many go before a waiting ticket if all take as long and nobody else comes: its own tree's
+        first, and of each other tree, and of each other share, as many as of its own meanwhile.
+        """
+        share = self._by_share[seat.share]
+        waiting = share.waiting[seat.tree]
+        before = bisect.bisect_left(waiting, (seat.rank, run_id))
+        trees = {name: len(tickets) for name, tickets in share.waiting.items()}
+        before = _meanwhile(share.trees, seat.tree, before, trees)
+        shares = {name: one.num_waiting for name, one in self._by_share.items() if one.waiting}
+        return _meanwhile(self._shares, seat.share, before, shares)
 
     def remove(self, run_id: str, seat: Seat) -> None:
         """Out of its tree."""

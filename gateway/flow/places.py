@@ -17,11 +17,14 @@ from .admission import Admission, Charge, Refusal, Ticket
 from .classes import CLASSES, NORMAL, Classes, FlowClass, FlowHints
 from .directory import Directory, EngineView
 from .orders import Order, line_of, submit_of
+from .outlook import NO_OUTLOOK, Ahead, Outlook, at_engine, in_line
 from .rates import AnswerLengths, MovingMean, Rates, retry_after_seconds, together
 from .router import Candidate, Memory, pick
 from .watch import FlowWatch, Unwatched
 
 __all__ = ["Order", "Places", "Release", "Reservation", "submit_of"]
+
+LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class _Sent:
     order: Order
     rates: Rates  # of its engine then
     uncached_tokens: int  # of its prompt, still to be prefilled
+    output_tokens: int  # expected
+    num_workers: int  # of its engine
 
 
 class Places:
@@ -82,6 +87,8 @@ class Places:
         self._computed = MovingMean(1.0)  # share of their prompts that turns computed lately
         self._orders: dict[str, Order] = {}
         self._sent: dict[str, _Sent] = {}
+        self._clock = clock
+        self._costs: dict[str, tuple[float, float]] = {}  # line -> looked at when, a ticket's mean
 
     @property
     def num_waiting(self) -> int:
@@ -175,6 +182,19 @@ class Places:
         """Whether the turn is in line here."""
         return self._admission.is_waiting(run_id)
 
+    def outlook(self, run_id: str, left_tokens: int | None = None) -> Outlook:
+        """When the turn's answer may begin. `left_tokens`: of its prompt, where a worker is at that."""
+        if self._admission.is_waiting(run_id):
+            return self._outlook_in_line(run_id, self._orders[run_id])
+        sent = self._sent.get(run_id)
+        if sent is None or not sent.uncached_tokens:
+            return NO_OUTLOOK
+        if left_tokens is not None:
+            return Outlook(seconds=sent.rates.seconds(left_tokens, 0))
+        before = [self._sent.get(ticket.run_id) for ticket in self._admission.sent_before(run_id)]
+        ahead = [Ahead(one.uncached_tokens, one.output_tokens) for one in before if one is not None]
+        return Outlook(seconds=at_engine(sent.rates, ahead, sent.num_workers, sent.uncached_tokens))
+
     def others(self, order: Order) -> list[EngineView]:
         """Living, ready engines that could take the order."""
         return [engine for engine in self._directory.like(order.engine) if engine.stats.ready]
@@ -189,6 +209,27 @@ class Places:
     def living(self) -> list[str]:
         """The ids of all living engines."""
         return [engine.info.engine_id for engine in self._directory.engines() if engine.alive]
+
+    def _outlook_in_line(self, run_id: str, order: Order) -> Outlook:
+        engines, num_before = self.others(order), self._admission.num_before(run_id)
+        rates = [_rates_of(engine) for engine in engines]
+        held = [one for engine in engines for one in self._admission.released(engine.info.engine_id)]
+        seconds = in_line(
+            rates,
+            sum(one.charge.seconds for one in held),
+            num_before * self._mean_seconds(order.line, rates),
+            self._computed.value * order.prompt_tokens,
+        )
+        return Outlook(num_before + 1, seconds)
+
+    def _mean_seconds(self, line: str, rates: Iterable[Rates]) -> float:
+        """What a ticket of that line takes of all engines; looked at once a second, whoever asks."""
+        now = self._clock()
+        seen = self._costs.get(line)
+        if seen is None or now - seen[0] >= LOOK_SECONDS:
+            waiting = self._admission.all_waiting(line)
+            seen = self._costs[line] = (now, self._seconds(waiting, together(rates)) / max(len(waiting), 1))
+        return seen[1]
 
     def _room(self, engine: EngineView, line: str, flow_class: FlowClass) -> int:
         return self._admission.room(engine.info.engine_id, engine.info.num_workers, line, flow_class)
@@ -226,7 +267,9 @@ class Places:
         charge = Charge(
             rates.seconds(uncached_tokens, ticket.output_tokens), _pages(engine, uncached_tokens, ticket)
         )
-        self._sent[ticket.run_id] = _Sent(order, rates, uncached_tokens)
+        self._sent[ticket.run_id] = _Sent(
+            order, rates, uncached_tokens, ticket.output_tokens, engine.info.num_workers
+        )
         seconds = self._admission.release(ticket.run_id, engine.info.engine_id, charge)
         self._watch.released(order.flow.flow_class, seconds)
         self._show_waiting(order.flow.flow_class)

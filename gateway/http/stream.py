@@ -9,7 +9,15 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -55,17 +63,15 @@ class SseStream:
         if fresh:
             await self._write(_sse(fresh, event_id))
 
-    @contextlib.asynccontextmanager
-    async def kept_alive(self) -> AsyncIterator[None]:
+    def kept_alive(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Inside, no silence lasts long. A task for that costs less than a time limit for each event."""
-        task = asyncio.create_task(self._keep_alive())
-        try:
-            yield
-        finally:
-            task.cancel()
-            (fault,) = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(fault, Exception):
-            raise fault
+        return _beside(self._keep_alive())
+
+    def kept_told(
+        self, news: Callable[[], Sequence[Frame]], seconds: float
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """Inside, what is new beside the events is sent, looked for every so many seconds."""
+        return _beside(self._keep_told(news, seconds))
 
     async def _keep_alive(self) -> None:
         with contextlib.suppress(ConnectionError):  # whoever has left ends the sender as well
@@ -75,6 +81,13 @@ class SseStream:
                     await asyncio.sleep(left)
                 else:
                     await self._break_silence()
+
+    async def _keep_told(self, news: Callable[[], Sequence[Frame]], seconds: float) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(seconds)
+                if frames := news():
+                    await self._write(_sse(frames, None))
 
     async def _break_silence(self) -> None:
         """A comment opens the next event, whichever that is: OpenAI's client takes an empty line after
@@ -93,6 +106,19 @@ class SseStream:
         self._written = time.monotonic()
         await self.response.write(text)
         self._written = time.monotonic()
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Work that goes on inside, whose faults are the caller's."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        (fault,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(fault, Exception):
+        raise fault
 
 
 def _sse(frames: Sequence[Frame], event_id: str | None) -> bytes:

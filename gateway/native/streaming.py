@@ -31,6 +31,9 @@ from .lists import session_runs
 from .reading import flag
 from .telling import RunTeller, failure_frames, frames
 
+NEWS_SECONDS = 1.0
+"""How often a run's place in line is looked at."""
+
 _EVENT_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 
 Item = TypeVar("Item")
@@ -42,7 +45,8 @@ async def get_events(request: web.Request) -> web.StreamResponse:
     run_id, state = await own_run(request)
     if after == RUN_END_ID:
         return web.Response(status=204)  # all was seen: an event source stops asking
-    teller = RunTeller(run_id)
+    verbs = verbs_of(request)
+    teller = RunTeller(run_id, lambda state: verbs.outlook(run_id, state))
     stream = await _open(request, teller)
     bus = store_of(request).bus
     if not await bus.read(run_events_key(run_id), "0-0", 1):  # they have expired, or the bus has lost them
@@ -109,7 +113,8 @@ class SessionVoice:
 
 async def _follow_run(request: web.Request, stream: SseStream, teller: RunTeller, after: str) -> None:
     events = cast(AsyncGenerator[RunEvent, None], verbs_of(request).events(teller.run_id))
-    await relay(stream, events, lambda entry: _tell_run(stream, teller, entry, after))
+    async with stream.kept_told(teller.news, NEWS_SECONDS):
+        await relay(stream, events, lambda entry: _tell_run(stream, teller, entry, after))
 
 
 async def _tell_run(stream: SseStream, teller: RunTeller, entry: RunEvent, after: str) -> None:

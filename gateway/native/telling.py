@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -10,13 +10,14 @@ from msgspec import Struct
 from gateway.dialects.answer import Answer
 from gateway.dialects.frames import Body, Frame, Silence
 from gateway.errors import GatewayError
+from gateway.flow.outlook import NO_OUTLOOK, Outlook
 from gateway.http.shapes import Error
 from gateway.runs.ends import call_id
 from gateway.runs.events import AnyEvent
 from gateway.runs.state import RunState, advance
-from gateway.runs.told import Gap, Lifecycle, Told, progress, tell
+from gateway.runs.told import Gap, Lifecycle, RunProgress, Told, progress, tell
 from gateway.text.parsing import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
-from workers.messages import Dispatched, Failed
+from workers.messages import Dispatched, Failed, Progress
 
 LOST = ("gap", "run_lost")
 """Kinds of failure that mean: what came between is not to be had."""
@@ -80,11 +81,13 @@ SessionEvent = StreamedEvent | KeepAlive
 
 
 class RunTeller:
-    """Tells one run. Feed it all events from the first."""
+    """Tells one run. Feed it all events from the first. `look`: what is to be expected of it in a state."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, look: Callable[[RunState], Outlook] = lambda state: NO_OUTLOOK) -> None:
         self.run_id = run_id
         self.state = RunState()
+        self._look = look
+        self._told_pos: int | None = None  # the last place in line that was told
         self._answer = Answer(run_id)
         self._turn = 1  # whose text comes: the last that was sent to an engine
         self._num_calls = 0  # of the whole run
@@ -100,11 +103,23 @@ class RunTeller:
             self._turn, self._past_calls = self.state.turn, self._num_calls
         if isinstance(event, Failed) and event.error in LOST:
             told.append(Gap(run=self.run_id, after=before, before=event_id))
+        if isinstance(event, Progress):
+            return [*told, self._progress()]
         return [*told, *tell(self.run_id, event, self.state)]
 
     def silence(self) -> Silence:
         """A keep-alive that tells how far it is."""
-        return Silence(frames=frames([progress(self.run_id, self.state)]))
+        return Silence(frames=frames([self._progress()]))
+
+    def news(self) -> list[Frame]:
+        """How far it is, if its place in line is another than the one that was told."""
+        before, told = self._told_pos, self._progress()
+        return [] if told.queue_pos in (None, before) else frames([told])
+
+    def _progress(self) -> RunProgress:
+        told = progress(self.run_id, self.state, self._look(self.state))
+        self._told_pos = told.queue_pos
+        return told
 
     def fail(self, error: GatewayError) -> list[Frame]:
         """The stream ends here, the run does not: read on behind the last id."""

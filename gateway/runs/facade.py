@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from gateway.flow.outlook import Outlook
+
 from .commands import CancelMode, ToolOutput, When
 from .outcomes import Alive, Cancelled, Forked, Paused, Responded, Resumed, Steered
 from .run import RunEvent
@@ -73,6 +75,12 @@ class RunVerbs(Protocol):
         """A child of the run `at.run`; `spec.body` holds the messages that go on behind the parent's.
 
         `run_id`: the child's, as in `create`.
+        """
+        ...
+
+    def outlook(self, run_id: str, state: RunState) -> Outlook:
+        """When the answer of a run in that state may begin, and its place in line: as far as this gateway has
+        it in hand.
         """
         ...
 

@@ -19,6 +19,7 @@ from gateway.bus import Bus, BusLost, StreamGone
 from gateway.errors import NoEngine, RunNotFound
 from gateway.flow.classes import NORMAL, FlowHints
 from gateway.flow.directory import Directory, EngineView
+from gateway.flow.outlook import Outlook
 from gateway.flow.places import Order, Places, Reservation
 from gateway.store.store import Store, store_in
 from gateway.tasks import Border, Tasks, repeat
@@ -42,6 +43,7 @@ from .recording import Recorder
 from .run import Run, RunEvent
 from .spec import Budget, ForkPoint, RunSpec, encode_spec
 from .state import Phase, RunState
+from .stopping import end_calls
 from .talk import Conversation, Talk
 from .verbs import Verbs
 
@@ -236,6 +238,11 @@ class Runs:
         """The caller is still there."""
         return await self._verbs.heartbeat(run_id)
 
+    def outlook(self, run_id: str, state: RunState) -> Outlook:
+        """When the run's answer may begin, and its place in line, as far as this gateway has it in hand."""
+        left_tokens = None if state.worker is None else state.prompt_tokens - state.processed_tokens
+        return self._places.outlook(run_id, left_tokens)
+
     @property
     def num_waiting(self) -> int:
         """Runs in this gateway's lines."""
@@ -315,12 +322,7 @@ class Runs:
         go on at the next gateway that looks.
         """
         self._stopping = True
-        await self._wait_for_ends(grace_seconds)
-        with contextlib.suppress(TimeoutError):  # the bus may be away
-            async with asyncio.timeout(2.0):
-                await asyncio.gather(*(self._end_for_stop(run) for run in self._calls()))
-        await self._wait_for_ends(1.0)
-        self._driver.is_closed = True
+        await end_calls(self._driver, grace_seconds)
         await self._tasks.end()
 
     # Inside.
@@ -376,23 +378,3 @@ class Runs:
         run = self.mine(run_id)
         if run is not None:
             self.look(run)
-
-    def _calls(self) -> list[Run]:
-        mine = [run for run in self.local() if run.order is not None and run.state.accepted is not None]
-        return [run for run in mine if not run.state.spec.is_detached]
-
-    async def _end_for_stop(self, run: Run) -> None:
-        message = "The server is stopping. Send the call again when it is back."
-        state = run.state
-        with run.in_logs():
-            await self._driver.fail(run, "server_stopping", message)
-        if state.is_on_engine:
-            with contextlib.suppress(BusLost):
-                await self._driver.tell_engine(
-                    run, state, "cancel"
-                )  # after the verdict, or its end comes first
-
-    async def _wait_for_ends(self, seconds: float) -> None:
-        """Of the calls: detached runs are not waited for."""
-        if tasks := [run.task for run in self._calls() if run.task is not None]:
-            await asyncio.wait(tasks, timeout=seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from gateway.flow.outlook import NO_OUTLOOK, Outlook
 from workers.messages import (
     Accepted,
     Cancelled,
@@ -94,11 +95,15 @@ class RunStarted(Told, frozen=True, kw_only=True, tag="run.started"):
 
 
 class RunProgress(Told, frozen=True, kw_only=True, tag="run.progress"):
-    """How far it is; sent when there is news of the prompt, and after each silence."""
+    """How far it is; sent when there is news of the prompt or of its place in line, and after each silence.
+    Estimates of the moment, by its own gateway: a replay has none.
+    """
 
     phase: Status
     processed: int  # prompt tokens, cached ones included
     total: int
+    eta_ms: int | None = None  # until the answer begins
+    queue_pos: int | None = None  # in its gateway's line; 1 goes next
 
 
 class RunDerail(Told, frozen=True, kw_only=True, tag="run.derail"):
@@ -258,10 +263,15 @@ def log_body(run_id: str, event: AnyEvent, state: RunState) -> bytes:
     return msgspec.json.encode(tell(run_id, event, state))
 
 
-def progress(run_id: str, state: RunState) -> RunProgress:
+def progress(run_id: str, state: RunState, outlook: Outlook = NO_OUTLOOK) -> RunProgress:
     """How far the run is."""
     return RunProgress(
-        run=run_id, phase=state.status, processed=state.processed_tokens, total=state.prompt_tokens
+        run=run_id,
+        phase=state.status,
+        processed=state.processed_tokens,
+        total=state.prompt_tokens,
+        eta_ms=None if outlook.seconds is None else round(1000 * outlook.seconds),
+        queue_pos=outlook.queue_pos,
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.dialects.answer import AnswerShape
 from gateway.errors import Conflict, RunNotFound
+from gateway.flow.outlook import NO_OUTLOOK, Outlook
 from gateway.runs import outcomes
 from gateway.runs.commands import CancelMode, ToolOutput, When
 from gateway.runs.event_ids import id_pair
@@ -153,6 +154,9 @@ class FakeVerbs(FakeRuns):
     ) -> outcomes.Responded:
         await self._ask(run_id, "respond", [output.output for output in outputs], text, command)
         return outcomes.Responded("queued", 2)
+
+    def outlook(self, run_id: str, state: RunState) -> Outlook:
+        return NO_OUTLOOK
 
     async def heartbeat(self, run_id: str) -> Alive:
         await self._ask(run_id, "heartbeat")

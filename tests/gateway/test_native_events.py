@@ -129,6 +129,8 @@ async def test_a_silent_stream_tells_how_far_the_run_is(valkey: ValkeyServer, tm
             "phase": "prefilling",
             "processed": 4,
             "total": 10,
+            "eta_ms": None,
+            "queue_pos": None,
             "sse_event": "run.progress",
         }
         told = await native.stream("/v1/sessions/s/events", count=6)
