@@ -206,10 +206,12 @@ class StillWaiting(NoEngine):
 class TurnFailed(GatewayError):
     """A turn ended in `Failed` or `Cancelled`; kind, message and retryability are the event's own."""
 
-    def __init__(self, kind: str, message: str, *, retryable: bool | None = None) -> None:
+    def __init__(
+        self, kind: str, message: str, *, retryable: bool | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(kind, message, retryable=retryable)
         if self.retryable:
-            self.retry_after = 1
+            self.retry_after = 1 if retry_after is None else retry_after
             self.status = 503
         elif self.status == 503:
             self.status = 500

@@ -335,11 +335,14 @@ class Cancelled(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Terminal: error names the kind (a metric label), message says what to do."""
+    """Terminal: error names the kind (a metric label), message says what to do. `retry_after`: in so many
+    seconds, where that is known.
+    """
 
     error: str
     message: str
     retryable: bool = False
+    retry_after: float | None = None
     usage: Usage = Usage()
     timings: Timings = Timings()
 

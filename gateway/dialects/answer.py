@@ -162,8 +162,8 @@ class Answer:
                 return None
             case Cancelled():
                 return TurnFailed("cancelled", "The run was cancelled.", retryable=False)
-            case Failed(error=error, message=message, retryable=retryable):
-                return TurnFailed(error, message, retryable=retryable)
+            case Failed(error=error, message=message, retryable=retryable, retry_after=seconds):
+                return TurnFailed(error, message, retryable=retryable, retry_after=seconds)
         if not self.ended:
             return None
         return TurnFailed("internal_error", "The run ended without saying why.")

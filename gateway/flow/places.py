@@ -142,6 +142,12 @@ class Places:
             self._watch.refused(ticket.flow.flow_class, "queue_timeout")
         return [ticket.run_id for ticket in expired]
 
+    def retry_after(self, run_id: str) -> float:
+        """When a turn that waited too long may come again: as those that its class has no room for."""
+        order = self._orders[run_id]
+        engines = self._directory.like(order.engine)
+        return self._retry_after(engines, order.line, order.flow.flow_class, "queue_full")
+
     def move(self, run_id: str, engine: EngineView) -> None:
         """The released turn is sent (once more) to that engine."""
         self._admission.move(run_id, engine.info.engine_id)

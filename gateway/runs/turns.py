@@ -35,10 +35,7 @@ from .steps import AskCaller, Enter, Fork, GoOn, Open, next_step
 if TYPE_CHECKING:
     from .driver import Driver
 
-QUEUE_TIMEOUT = (
-    "The call waited in line for longer than its class may (timeout_seconds of gateway.classes). "
-    "Send it again when less is going on."
-)
+QUEUE_TIMEOUT = "The call waited in line for longer than its class may (timeout_seconds of gateway.classes)."
 
 _CLOSED = (Phase.TURN_ENDED, Phase.INPUT_REQUIRED)
 
@@ -132,9 +129,14 @@ class Turns:
         """Its class lets nobody wait in line for so long; one that has left the line meanwhile goes on."""
         async with run.lock:
             if self._places.is_waiting(run.run_id):
+                seconds = self._places.retry_after(run.run_id)
+                message = f"{QUEUE_TIMEOUT} Try again in {seconds:.0f} s."
                 with contextlib.suppress(BusLost):  # then it comes into the line anew
                     await self._driver.verdict(
-                        run, lambda state: failed(state, "queue_timeout", QUEUE_TIMEOUT)
+                        run,
+                        lambda state: msgspec.structs.replace(
+                            failed(state, "queue_timeout", message), retry_after=seconds
+                        ),
                     )
         await self._driver.nudge(run)
 

@@ -294,6 +294,7 @@ async def test_a_failed_turn_is_an_error_not_an_answer(gateway: Gateway) -> None
         (Failed(error="engine_lost", message="x", retryable=True), 503, "true", "1"),
         (Failed(error="server_stopping", message="x", retryable=True), 503, "true", "1"),
         (Failed(error="step_failed", message="x", retryable=True), 503, "true", "1"),
+        (Failed(error="queue_timeout", message="x", retryable=True, retry_after=42), 503, "true", "42"),
         (Failed(error="row_fault", message="x"), 500, "false", None),
         (Failed(error="out_of_pages", message="x"), 500, "false", None),
         (Failed(error="engine_lost", message="x"), 500, "false", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -347,3 +348,13 @@ def test_every_class_gets_through_an_idle_engine_at_once(name: FlowClass) -> Non
     gate = Gate()
     gate.enter("a", flow=flow(name))
     assert gate.released() == ["a"]
+
+
+def test_a_turn_that_waited_too_long_may_come_again_when_half_of_its_line_has_gone() -> None:
+    gate = Gate(an_engine(), an_engine("f"), classes=Classes(default=DefaultRules(timeout_seconds=30)))
+    for number in range(60):
+        gate.enter(str(number), 200, max_tokens=20)
+    num_waiting = 60 - len(gate.released())
+    gate.now = 31.0
+    assert len(gate.places.expired()) == num_waiting
+    assert gate.places.retry_after("59") == math.ceil(num_waiting * (200 / 200 + 20 / 20) / 2)

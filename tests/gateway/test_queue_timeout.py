@@ -52,6 +52,8 @@ async def test_who_waits_too_long_is_told_and_those_at_the_engine_and_of_other_c
             failed = assert_one_end(valkey, late)
             assert isinstance(failed, Failed)
             assert (failed.error, failed.retryable) == ("queue_timeout", True)
+            assert failed.retry_after is not None and failed.retry_after >= 1
+            assert failed.message.endswith(f"Try again in {failed.retry_after:.0f} s.")
             assert events[-2].event == failed
             assert gate.is_live(bulk) and all(gate.is_live(run_id) for run_id in at_engine)
             for number in range(3):
