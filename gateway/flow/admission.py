@@ -170,7 +170,7 @@ class Admission:
             for held in waiting.values():
                 if now - held.since < seconds:
                     break
-                if not held.has_expired:
+                if not held.has_expired and not held.ticket.flow.has_own_limit:
                     held.has_expired = True
                     expired.append(held.ticket)
         return expired

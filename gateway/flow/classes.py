@@ -129,6 +129,7 @@ class FlowHints:
     priority: int = 0  # the higher goes first, among the calls of its own tree only
     expected_output_tokens: int | None = None  # None: not told
     deadline: float | None = None  # unix seconds; of equal priority the earliest goes first
+    has_own_limit: bool = False  # it has told how long it may wait: its class's timeout does not count
 
 
 NORMAL = FlowHints()

@@ -142,6 +142,10 @@ class Places:
             self._watch.refused(ticket.flow.flow_class, "queue_timeout")
         return [ticket.run_id for ticket in expired]
 
+    def timeout_seconds(self, flow_class: FlowClass) -> float:
+        """How long a turn of the class may wait in line."""
+        return self._admission.classes.rules(flow_class).timeout_seconds
+
     def retry_after(self, run_id: str) -> float:
         """When a turn that waited too long may come again: as those that its class has no room for."""
         order = self._orders[run_id]

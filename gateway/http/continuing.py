@@ -231,7 +231,9 @@ class ChatTalk:
                 order, parent_ids, messages, await wants_in(request, wants_of), behind_answer=not between
             )
             order = replace(order, system_tokens=0)
-        order = replace(order, flow=replace(order.flow, deadline=spec.deadline))
+        has_own_limit = spec.deadline is not None or spec.queue_ttl_ms is not None
+        flow = replace(order.flow, deadline=spec.deadline, has_own_limit=has_own_limit)
+        order = replace(order, flow=flow)
         return Begun(order, conversation, prepared.result_schema)
 
 

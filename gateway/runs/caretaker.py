@@ -6,6 +6,7 @@ Looks at state, not at what happened, so it may come late or twice. Writes throu
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -24,7 +25,9 @@ from .state import Phase, RunState, cancelled, fold, paused
 
 SWEEP_SECONDS = 2.0
 RESEND_SECONDS = 8.0
-"""How long a turn without a token waits for an engine that can take it once more."""
+"""How long a call without a token waits for an engine that can take it once more: its client can send it
+elsewhere. A detached run has told how long it may wait, or its class tells it.
+"""
 MAX_RESENT = 1
 """A turn that was on a lost engine goes to another once: it may have been what killed the first."""
 ORPHAN_SECONDS = 30.0
@@ -46,12 +49,19 @@ class Caretaker:
     """Watches the runs that this gateway follows, and the live ones that no gateway follows."""
 
     def __init__(
-        self, bus: Bus, directory: Directory, runs: Runs, *, orphan_seconds: float = ORPHAN_SECONDS
+        self,
+        bus: Bus,
+        directory: Directory,
+        runs: Runs,
+        *,
+        orphan_seconds: float = ORPHAN_SECONDS,
+        resend_seconds: float = RESEND_SECONDS,
     ) -> None:
         self._bus = bus
         self._directory = directory
         self._runs = runs
         self._orphan_seconds = orphan_seconds
+        self._resend_seconds = resend_seconds
         self._seen: set[str] = set()  # foreign runs of the last sweep
         self._gateways: dict[str, str] = {}  # that took these
         self._at_work: set[str] = set()
@@ -165,7 +175,7 @@ class Caretaker:
         if state.phase is Phase.WAITING and run.order is not None and not run.left.cancels_now:
             if self._directory.like(run.order.engine):
                 run.lost_since = None
-            elif self._waited(run, now):
+            elif self._waited(run, now) and not _is_over(run):
                 return self._runs.driver.fail(run, "engine_lost", NO_ENGINE)
         if self._is_orphan(run, now):
             return self._cancel_orphan(run)
@@ -219,7 +229,7 @@ class Caretaker:
 
     def _next_step_lost(self, run: Run, now: float) -> Coroutine[Any, Any, None] | None:
         state, left = run.state, run.left
-        if left.cancels_now:
+        if left.cancels_now or _is_over(run):
             return self._verdict(run, cancelled)
         if left.hold is not None:
             return self._verdict(run, paused)
@@ -241,7 +251,15 @@ class Caretaker:
     def _waited(self, run: Run, now: float) -> bool:
         if run.lost_since is None:
             run.lost_since = now
-        return now - run.lost_since > RESEND_SECONDS
+        return now - run.lost_since > self._patience_seconds(run)
+
+    def _patience_seconds(self, run: Run) -> float:
+        spec = run.state.spec
+        if not spec.is_detached:
+            return self._resend_seconds
+        if spec.queue_ttl_ms is not None:
+            return spec.queue_ttl_ms / 1000
+        return math.inf if spec.deadline is not None else self._runs.timeout_seconds(spec.flow_class)
 
     async def _do(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -250,6 +268,11 @@ class Caretaker:
             pass  # the next look tries again
         finally:
             self._at_work.discard(run.run_id)
+
+
+def _is_over(run: Run) -> bool:
+    """Whether a limit of its own ends it."""
+    return run.view(time.time()).over is not None
 
 
 def _needs_beats(run: Run) -> bool:

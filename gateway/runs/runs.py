@@ -17,7 +17,7 @@ import structlog
 
 from gateway.bus import Bus, BusLost, StreamGone
 from gateway.errors import NoEngine, RunNotFound
-from gateway.flow.classes import NORMAL, FlowHints
+from gateway.flow.classes import NORMAL, FlowClass, FlowHints
 from gateway.flow.directory import Directory, EngineView
 from gateway.flow.outlook import Outlook
 from gateway.flow.places import Order, Places, Reservation
@@ -291,6 +291,10 @@ class Runs:
     def engines_for(self, order: Order) -> list[EngineView]:
         """Living, ready engines that could take the order, the least busy first."""
         return sorted(self._places.others(order), key=lambda engine: engine.stats.num_running)
+
+    def timeout_seconds(self, flow_class: FlowClass) -> float:
+        """How long a turn of the class may wait in line."""
+        return self._places.timeout_seconds(flow_class)
 
     async def orphan(self, run: Run) -> None:
         """Does to a run whose caller is not heard any more what its spec says."""
