@@ -29,5 +29,5 @@ def action_for(found: Derail, spec: RunSpec, rules: DerailRules, *, may_stop: bo
     is_critical = found.severity == "critical"
     if is_critical and may_stop and is_unattended(spec, rules):
         return "stop"
-    is_steered = spec.is_detached and found.derail in _STEERED and bool(rules.note)
+    is_steered = spec.kind == "run" and found.derail in _STEERED and bool(rules.note)
     return "steer" if is_steered else "report"

@@ -21,7 +21,7 @@ from .continuing import ChatTalk
 from .metrics_page import DIRECTORY, INSTRUMENTS, RUNS, count_response
 from .middleware import MIDDLEWARES, name_response
 from .openapi import DESCRIPTION, Description
-from .responses.background import end_background
+from .responses.background import keep_background
 from .route import mount
 from .routes import ROUTES
 from .state import STATE, Followers, State
@@ -66,7 +66,7 @@ def build_app(settings: GatewaySettings, parts: Parts) -> web.Application:
     app.on_response_prepare.append(count_response)
     app.on_response_prepare.append(name_response)
     app.cleanup_ctx.append(_finish)
-    app.cleanup_ctx.append(end_background)
+    app.cleanup_ctx.append(keep_background)
     return app
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -14,12 +16,14 @@ from gateway.callers.lineage import PromptShape, Turn
 from gateway.dialects.answer import Answer
 from gateway.flow.directory import EngineView
 from gateway.flow.places import Order
-from gateway.text.prompts import PromptLibrary
+from gateway.runs.making import spec_of
+from gateway.runs.spec import RunSpec
+from gateway.text.prompts import PromptLibrary, is_small
 from gateway.text.tokenizer import pack_token_ids
 
 from .access import access_of
 from .api import ChatRequest, Request, parse
-from .continuing import ChatConversation
+from .continuing import ChatConversation, kept_body
 from .requests import Prepared, find_engine
 from .state import STATE, State
 from .stream import Following, Told, answer_run
@@ -90,9 +94,24 @@ async def started_call(
         call = _named(state, prepared)
         with _closing(call):
             chat = ChatConversation.of(asked, prepared) if isinstance(asked, ChatRequest) else None
-            run_id = await state.followers.start(call.order, place, chat, prepared.result_schema)
+            spec = await _spec_of(call.order, asked, prepared.result_schema)
+            run_id = await state.followers.start(call.order, place, spec, chat)
             place.close()
             yield Started(run_id, call.learn)
+
+
+async def _spec_of(order: Order, asked: Request, result_schema: bytes) -> RunSpec:
+    """What the call asks for. One in the background brings its body along, so that another gateway can take
+    it over.
+    """
+    spec = msgspec.structs.replace(spec_of(order), result_schema=result_schema)
+    if not (isinstance(asked, ChatRequest) and asked.echoed.get("background")):
+        return spec
+    if is_small(asked.raw_messages, asked.raw_tools):
+        body = kept_body(asked)
+    else:
+        body = await asyncio.to_thread(kept_body, asked)
+    return msgspec.structs.replace(spec, is_background=bool(body), body=body)
 
 
 @contextmanager

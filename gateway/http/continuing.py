@@ -32,6 +32,7 @@ PROBE_ANSWER = "Zq7xW4"
 """An answer's text that no template changes and that occurs nowhere else in a rendering."""
 
 _decode_shape = msgspec.msgpack.Decoder(AnswerShape).decode
+_decode_request = msgspec.json.Decoder(ChatRequest).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ class ChatTalk:
 
     async def begin(self, spec: RunSpec, parent_ids: bytes | None) -> Begun:
         """The first turn of a run. Raises GatewayError for a body that cannot be taken."""
-        request = msgspec.structs.replace(parse_chat(spec.body), endpoint="run", stream=True)
+        request = _request_of(spec)
         if spec.result_schema:
             request = _held_to(request, spec.result_schema)
         engine = find_engine(self._directory, request.model, self._aliases)
@@ -235,6 +236,24 @@ class ChatTalk:
         flow = replace(order.flow, deadline=spec.deadline, has_own_limit=has_own_limit)
         order = replace(order, flow=flow)
         return Begun(order, conversation, prepared.result_schema)
+
+
+def kept_body(request: ChatRequest) -> bytes:
+    """A call's request for a gateway that takes it over; how its answer is told is kept with its events. b""
+    for one that JSON cannot hold.
+    """
+    kept = msgspec.structs.replace(request, messages=request.messages[:1], echoed={})
+    try:
+        return msgspec.json.encode(kept)
+    except OverflowError:
+        return b""
+
+
+def _request_of(spec: RunSpec) -> ChatRequest:
+    """What a detached run or call was asked. Raises InvalidField."""
+    if spec.is_background:
+        return _decode_request(spec.body)
+    return msgspec.structs.replace(parse_chat(spec.body), endpoint="run", stream=True)
 
 
 def _with_system(request: ChatRequest) -> ChatRequest:

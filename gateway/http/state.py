@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 from aiohttp import web
 
 from gateway.aliases import Aliases
@@ -21,8 +20,8 @@ from gateway.callers.tokens import TokenStore
 from gateway.errors import GatewayError
 from gateway.flow.directory import Directory
 from gateway.flow.places import Reservation
-from gateway.runs.making import spec_of
 from gateway.runs.runs import Order, Runs
+from gateway.runs.spec import RunSpec
 from gateway.runs.talk import Conversation
 from gateway.settings import GatewaySettings
 from gateway.store.store import Store
@@ -43,11 +42,10 @@ class Followers:
         self,
         order: Order,
         place: Reservation,
+        spec: RunSpec,
         conversation: Conversation | None = None,
-        result_schema: bytes = b"",
     ) -> str:
         """`Runs.start`, which a leaving client cannot tear in two: its run is cancelled once it has an id."""
-        spec = msgspec.structs.replace(spec_of(order), result_schema=result_schema)
         starting = asyncio.ensure_future(self._runs.start(order, place, spec, conversation))
         try:
             return await asyncio.shield(starting)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,11 +55,14 @@ log = structlog.get_logger(__name__)
 
 
 class Driver:
-    """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once."""
+    """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once, those of
+    `on_run_end` of the ends of runs whose steps are this gateway's.
+    """
 
     def __init__(self, bus: Bus, places: Places, keeper: Keeper, tasks: Tasks, make_child: MakeChild) -> None:
         self.runs: dict[str, Run] = {}
         self.on_turn_end: list[Callable[[Run], None]] = []
+        self.on_run_end: list[Callable[[Run], None]] = []
         self.is_closed = False  # sends nothing more
         self.make_child = make_child
         self.telling = Telling(bus, keeper, tasks)
@@ -69,7 +72,7 @@ class Driver:
         self._places = places
         self._keeper = keeper
         self._tasks = tasks
-        self._border = Border("on_turn_end")
+        self._border = Border("on_end")
 
     def live(self, run_id: str) -> Run | None:
         """A run that it follows; None once that has ended: its stream may be gone by now."""
@@ -303,6 +306,7 @@ class Driver:
                     await self._step_surely(run)
             log.info("run_ended", state=run.state.status)
             if run.is_ours:
+                self._tell(self.on_run_end, run)
                 await self._surely(lambda: self.telling.finish(run))
             await self.clear(run.run_id)
         except StreamGone:
@@ -315,6 +319,11 @@ class Driver:
             self._places.leave(run.run_id)
             del self.runs[run.run_id]
             self.release()
+
+    def _tell(self, listeners: Sequence[Callable[[Run], None]], run: Run) -> None:
+        for listener in listeners:
+            with self._border:
+                listener(run)
 
     def _is_watched(self, run: Run) -> bool:
         """Whether a limit may be reached between two phases."""
@@ -367,9 +376,7 @@ class Driver:
             self._places.settle(run.run_id, entry.event)
             self._places.leave(run.run_id)
         if closes_turn(entry.event):
-            for listener in self.on_turn_end:
-                with self._border:
-                    listener(run)
+            self._tell(self.on_turn_end, run)
         if run.is_ours:
             self.astray.hear(run, entry)
             self.telling.tell(run, entry)

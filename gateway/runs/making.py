@@ -96,7 +96,9 @@ class Making:
                 raise Conflict("ids_gone", IDS_GONE)
             parent_ids = kept[: 4 * spec.fork.num_tokens]
         begun = await self._talk.begin(spec, parent_ids)
-        order, turns = begun.order, run.transcript.turns
+        turns, accepted = run.transcript.turns, run.state.accepted
+        assert accepted is not None
+        order = replace(begun.order, request=bytes(accepted.request))
         for turn, following in itertools.pairwise(turns):
             ids = order.token_ids + turn.kept_ids
             order = await begun.conversation.extend(order, ids, following.added)

@@ -89,6 +89,11 @@ class Runs:
         return self._driver.on_turn_end
 
     @property
+    def on_run_end(self) -> list[Callable[[Run], None]]:
+        """Functions that hear of the ends of runs whose steps are this gateway's."""
+        return self._driver.on_run_end
+
+    @property
     def astray(self) -> Astray:
         """Where detectors are added, and what they find goes."""
         return self._driver.astray

@@ -14,7 +14,9 @@ from gateway.flow.classes import FlowClass
 from workers.messages import Retain
 
 Kind = Literal["call", "run"]
-"""A call is attached: it ends with its client and its body is not kept. A run is detached."""
+"""A call has one answer, and ends with its client unless it is in the background. A run is detached, and may
+ask its caller for the results of tools.
+"""
 
 Orphan = Literal["cancel", "continue", "pause"]
 OnEnd = Literal["complete", "await_input"]
@@ -75,7 +77,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     parent_run: str = ""  # the run that this one was made by, if that is told
     tree: str = ""  # the run at the root of the tree, whose tree_budget counts; "": this one
     fork: ForkPoint | None = None
-    body: bytes = b""  # of a run: the JSON object of a chat request; of a call: not kept
+    body: bytes = b""  # of a run: a chat request's JSON object; of a call in the background: of ChatRequest
+    is_background: bool = False  # a call that goes on without its client: its body is kept
     model: str = ""
     flow_class: FlowClass = "default"
     priority: int = 0
@@ -100,7 +103,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def is_detached(self) -> bool:
         """It outlives its client and its gateway."""
-        return self.kind == "run"
+        return self.kind == "run" or self.is_background
 
 
 encode_spec = msgspec.msgpack.Encoder().encode

@@ -182,7 +182,7 @@ def _turn_ended(view: View) -> Step:
 
 def _finished(view: View) -> Step:
     spec, left = view.state.spec, view.left
-    calls = spec.is_detached and view.said is not None and whole_calls(view.said) > 0
+    calls = spec.kind == "run" and view.said is not None and whole_calls(view.said) > 0
     goes_on = calls or bool(left.steers) or spec.on_end == "await_input"
     if left.forks_now:
         return Fork()

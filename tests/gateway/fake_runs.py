@@ -18,7 +18,7 @@ from gateway.flow.directory import Directory, EngineView
 from gateway.flow.places import Reservation
 from gateway.runs import outcomes
 from gateway.runs.commands import CancelMode
-from gateway.runs.runs import Order, RunEvent, Runs
+from gateway.runs.runs import Order, Run, RunEvent, Runs
 from gateway.runs.spec import RunSpec
 from gateway.runs.state import RunState, advance
 from gateway.runs.talk import Conversation
@@ -89,7 +89,12 @@ class FakeRuns(Runs):
         self.is_full = False
         self.num_reserved = 0
         self.num_starting = 0
+        self._on_run_end: list[Callable[[Run], None]] = []
         self._players: set[asyncio.Task[None]] = set()
+
+    @property
+    def on_run_end(self) -> list[Callable[[Run], None]]:
+        return self._on_run_end
 
     @property
     def num_waiting(self) -> int:

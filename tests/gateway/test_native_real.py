@@ -38,9 +38,11 @@ def answers(prompt: str) -> str:
 
 
 @asynccontextmanager
-async def serving(url: str, folder: Path, name: str = "g1") -> AsyncIterator[NativeClient]:
+async def serving(
+    url: str, folder: Path, name: str = "g1", *, kill: bool = False
+) -> AsyncIterator[NativeClient]:
     """One gateway with all its parts."""
-    async with gateway(url, name) as gate, aiohttp.ClientSession() as http:
+    async with gateway(url, name, kill=kill) as gate, aiohttp.ClientSession() as http:
         app = build_app(
             GatewaySettings(keepalive_seconds=5.0),
             Parts(

@@ -9,25 +9,52 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import cast
 
+import msgspec
 from aiohttp import web
 
+from gateway.bus import BusLost
 from gateway.dialects.answer import Answer
+from gateway.dialects.responses.ids import response_id
 from gateway.dialects.table import DIALECTS
 from gateway.errors import RunNotFound
+from gateway.http.state import STATE, State
 from gateway.http.stream import Told, stop_when_complete, tell
 from gateway.runs.event_ids import id_pair
-from gateway.runs.runs import RunEvent, Runs
+from gateway.runs.runs import Run, RunEvent, Runs
+from gateway.store.responses import fits
 from gateway.tasks import Tasks
 from workers.messages import RUN_END_ID
 
 BACKGROUND = web.AppKey("background", Tasks)
 
 
-async def end_background(app: web.Application) -> AsyncIterator[None]:
-    """Keeps the tasks of one application; for its cleanup_ctx."""
-    app[BACKGROUND] = Tasks()
+async def keep_background(app: web.Application) -> AsyncIterator[None]:
+    """Keeps the tasks of one application, and stores responses whose own gateway is gone at their ends; for
+    its cleanup_ctx.
+    """
+    app[BACKGROUND] = tasks = Tasks()
+    state = app[STATE]
+
+    def store_taken_over(run: Run) -> None:
+        if run.is_attended and run.state.spec.is_background:
+            tasks.spawn(_store(state, run.run_id), run.in_logs())
+
+    state.runs.on_run_end.append(store_taken_over)
     yield
-    await app[BACKGROUND].end()
+    state.runs.on_run_end.remove(store_taken_over)
+    await tasks.end()
+
+
+async def _store(state: State, run_id: str) -> None:
+    """The body of a response that nobody here has begun."""
+    response, store = response_id(run_id), state.store.responses
+    with contextlib.suppress(RunNotFound, BusLost):  # whoever reads it within the hour stores it as well
+        told = await told_run(state.runs, run_id)
+        (begun,) = await store.get([response])
+        if begun is not None and not begun.is_deleted:
+            whole = msgspec.structs.replace(begun, body=msgspec.json.encode(told.teller.body()))
+            if fits(whole):
+                await store.put(response, whole)
 
 
 async def follow(
