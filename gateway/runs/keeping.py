@@ -82,10 +82,12 @@ class Keeper:
                 await self.store.session_log.mirror(where, run.run_id, lines, is_last=is_last)
                 del run.untold[: len(lines)]
 
-    async def name_tree(self, run_id: str, spec: RunSpec) -> None:
+    async def name_tree(self, run: Run) -> None:
         """Lets calls under a run's names find its tree, if that has a budget. Raises BusLost."""
+        spec = run.state.spec
         if spec.tree_budget != Budget() and spec.session:
-            tree = NamedTree(spec.tree or run_id, _encode_budget(spec.tree_budget))
+            since = spec.tree_since or run.state.accepted_at or 0.0
+            tree = NamedTree(_tree(run), since, _encode_budget(spec.tree_budget))
             names = (spec.tenant, spec.session, spec.agent)
             await self.store.tree_names.note(names, tree, is_root=not spec.tree)
 
@@ -98,10 +100,10 @@ class Keeper:
             return spec
         budget = _decode_budget(tree.budget)
         used = _spent(await self.store.tree_usage.total(tree.root))
-        lacking = no_room(Accounts(Spent(), used, budget), prompt_tokens)
+        lacking = no_room(Accounts(Spent(), used, budget), prompt_tokens, time.time() - tree.since)
         if lacking is not None:
             raise BudgetSpent(tree.root, *lacking)
-        return msgspec.structs.replace(spec, tree=tree.root, tree_budget=budget)
+        return msgspec.structs.replace(spec, tree=tree.root, tree_budget=budget, tree_since=tree.since)
 
     async def spent(self, run: Run) -> None:
         """Counts an ended turn against its tree, and looks what that has spent. Raises BusLost."""

@@ -55,6 +55,10 @@ def expired(state: RunState, now: float) -> RunEnded | None:
     age = 0.0 if accepted_at is None else now - accepted_at
     if spec.budget.wall_ms is not None and age > spec.budget.wall_ms / 1000:
         return _exceeded("wall_ms", spec.budget.wall_ms)
+    tree_ms = spec.tree_budget.wall_ms
+    tree_age = age if spec.tree_since is None else now - spec.tree_since
+    if tree_ms is not None and tree_age > tree_ms / 1000:
+        return _exceeded("tree_budget.wall_ms", tree_ms)
     if age > MAX_SECONDS:
         return RunEnded(state="expired", error="deadline_exceeded", message=TOO_OLD)
     return None
@@ -87,10 +91,13 @@ def overspent(state: RunState, accounts: Accounts) -> RunEnded | None:
     return None
 
 
-def no_room(accounts: Accounts, prompt_tokens: int) -> tuple[str, int, int] | None:
+def no_room(accounts: Accounts, prompt_tokens: int, age: float) -> tuple[str, int, int] | None:
     """What a tree has too little of for a turn with such a prompt: the limit's name, the limit, what is used
-    of it. None: it has room.
+    of it. None: it has room. `age` in seconds, of the tree.
     """
+    wall_ms, age_ms = accounts.tree_budget.wall_ms, round(1000 * age)
+    if wall_ms is not None and age_ms > wall_ms:
+        return "tree_budget.wall_ms", wall_ms, age_ms
     used = _of_tree(accounts, 0, 0)
     for (name, needed, most), (_, spent, _) in zip(_of_tree(accounts, prompt_tokens, 1), used, strict=True):
         if most is not None and needed > most:

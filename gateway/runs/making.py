@@ -150,6 +150,7 @@ def _child_of(spec: RunSpec, parent_run: str, parent: RunState) -> RunSpec:
         parent_run=parent_run,
         tree=parent.spec.tree or parent_run,
         tree_budget=parent.spec.tree_budget,
+        tree_since=parent.spec.tree_since or parent.accepted_at,
     )
 
 

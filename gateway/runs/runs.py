@@ -363,7 +363,7 @@ class Runs:
         await self._bus.answered(self._bus.commands.sadd(RUNS_LIVE_KEY, run_id))
         if not await self._bus.append(run.key, run.state.last_id, encode(accepted), create=True):
             return None
-        await self.keeper.name_tree(run_id, spec)
+        await self.keeper.name_tree(run)
         if spec.heartbeat_ms is not None:
             await self.keeper.beat(run_id, spec.heartbeat_ms)
         self.keeper.tell(run, RunEvent(run.state.last_id, accepted))

@@ -84,7 +84,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     expected_output_tokens: int = 0  # 0: not told
     budget: Budget = Budget()
-    tree_budget: Budget = Budget()  # counts on the root run only
+    tree_budget: Budget = Budget()  # of the tree, told to its root
+    tree_since: float | None = None  # unix seconds: when its root was accepted; None: it is the root
     deadline: float | None = None  # unix seconds
     queue_ttl_ms: int | None = None  # how long a turn may wait for a worker
     heartbeat_ms: int | None = None  # the longest silence of the caller before `orphan` applies

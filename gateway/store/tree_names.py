@@ -16,6 +16,7 @@ class NamedTree(msgspec.Struct, frozen=True, array_like=True):
     """A tree. `budget` is as it was noted."""
 
     root: str  # the run at its root
+    since: float  # unix seconds: when that was accepted
     budget: bytes
 
 

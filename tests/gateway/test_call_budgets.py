@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,29 @@ async def test_a_child_of_a_tree_that_has_read_all_it_may_reaches_no_engine(
         told = await reaches(client, child, lambda told: told["status"] == "failed")
         assert told["error"]["code"] == "budget_exceeded"
         assert len(engine.turns) == 1
+
+
+async def test_a_trees_time_is_over_for_its_children_and_its_calls(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, serving(valkey.url, tmp_path) as client:
+        tree = await root(client, wall_ms=5000)
+        chat, url = CALLS["/v1/chat/completions"], client.url + "/v1/chat/completions"
+        assert await _status(client.http, url, chat, {"X-Tetrarch-Session": "s"}) == 200
+        engine.allowed = 3
+        child = await client.create(parent_run=tree)
+        grandchild = await client.create(parent_run=child)
+        reading = asyncio.create_task(_status(client.http, url, chat, {"X-Tetrarch-Session": "s"}))
+        for run_id in (child, grandchild):
+            told = await reaches(client, run_id, lambda told: told["status"] == "failed")
+            assert "tree_budget.wall_ms is 5000" in told["error"]["message"]
+        assert await reading == 429
+        num_turns = len(engine.turns)
+        assert await _status(client.http, url, chat, {"X-Tetrarch-Session": "s"}) == 429
+        late = await client.create(parent_run=tree)
+        told = await reaches(client, late, lambda told: told["status"] == "failed")
+        assert told["error"]["code"] == "budget_exceeded"
+        assert len(engine.turns) == num_turns
 
 
 async def _status(http: ClientSession, url: str, body: dict[str, Any], headers: dict[str, str]) -> int:
