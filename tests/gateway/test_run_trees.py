@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-from gateway.runs.spec import Budget
+from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
 
 from .chatting import assert_adds_up, chatting, ended, generated, reaches, result, spec
@@ -90,3 +91,26 @@ async def test_a_cancelled_run_is_not_blamed_for_a_prompt_that_its_tree_had_room
         root = await gate.runs.create(spec(tree_budget=Budget(prompt_tokens=20)))
         await generated(gate, root, 1)
         assert (await gate.runs.cancel(root, seconds=5)).status == "cancelled"
+
+
+async def test_a_trees_time_is_over_for_its_root_and_all_below_at_once(valkey: ValkeyServer) -> None:
+    """Waiting for its caller, generating, paused or made by a fork; and those that come too late."""
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        root = await gate.runs.create(spec(tree_budget=Budget(wall_ms=4000), on_end="await_input"))
+        ends = ((await reaches(gate, root, "input_required")).accepted_at or 0) + 4
+        engine.allowed = 3
+        below = await gate.runs.create(spec("child", parent_run=root))
+        forked = (await gate.runs.fork(ForkPoint(run=root), spec("fork"))).run_id
+        held = await gate.runs.create(spec("held", parent_run=below))
+        await generated(gate, held, 3)
+        await gate.runs.pause(held)
+        for run_id in (root, below, forked, held):
+            state = await ended(gate, run_id)
+            assert state.ended is not None
+            assert (state.status, state.ended.error) == ("failed", "budget_exceeded")
+            assert "tree_budget.wall_ms is 4000" in state.ended.message
+            assert_adds_up(valkey, run_id, state)
+        assert time.time() >= ends
+        late = await ended(gate, await gate.runs.create(spec("late", parent_run=below)))
+        assert late.ended is not None and "tree_budget.wall_ms is 4000" in late.ended.message
+        assert late.num_tokens == 0
