@@ -19,7 +19,7 @@ from gateway.store.index import RunNote
 from gateway.store.results import ResultError, RunResult
 from gateway.store.store import Store
 from gateway.store.tree_names import NamedTree
-from gateway.store.tree_usage import Used
+from gateway.store.tree_usage import Most, Used
 from workers.messages import RUN_END_ID, Progress, RunEnded, Tokens, encode
 
 from .checking import checked
@@ -111,7 +111,8 @@ class Keeper:
         if spec.tree_budget == Budget():
             return
         usage, turn = run.state.turn_usage, run.transcript.current
-        used = Used(usage.prompt_tokens, usage.completion_tokens, turn.thinking_tokens, whole_calls(run.said))
+        calls = whole_calls(run.said)
+        used = Used(_prompt_read(run.state), usage.completion_tokens, turn.thinking_tokens, calls)
         run.tree = _spent(await self.store.tree_usage.add(_tree(run), run.run_id, run.state.turn, used))
 
     async def look_at_tree(self, run: Run) -> None:
@@ -120,23 +121,28 @@ class Keeper:
             run.tree = _spent(await self.store.tree_usage.total(_tree(run)))
 
     async def spent_so_far(self, run: Run) -> None:
-        """Counts what a paused turn has put out, and leaves its tree what it was promised. Raises BusLost."""
+        """Counts what a paused turn has had, and leaves its tree what it was promised. Raises BusLost."""
         if run.state.spec.tree_budget != Budget():
-            used = Used(0, run.state.turn_tokens, run.transcript.current.thinking_tokens)
+            thinking_tokens = run.transcript.current.thinking_tokens
+            used = Used(_prompt_read(run.state), run.state.turn_tokens, thinking_tokens)
             run.tree = _spent(await self.store.tree_usage.add(_tree(run), run.run_id, run.state.turn, used))
 
     async def promised(self, run: Run) -> int | None:
-        """What its tree has set aside for its present attempt; None: nothing. Raises BusLost."""
+        """The output tokens that its tree has set aside for its present attempt; None: as many as it likes.
+        Raises BusLost.
+        """
         if run.state.spec.tree_budget.output_tokens is None:
             return None
-        return await self.store.tree_usage.promised(_tree(run), run.run_id)
+        promised = await self.store.tree_usage.promised(_tree(run), run.run_id)
+        return None if promised is None else promised.output_tokens
 
     async def promise(self, run: Run, num_tokens: int) -> bool:
-        """Whether its tree leaves an attempt so many output tokens. Raises BusLost."""
-        limit = run.state.spec.tree_budget.output_tokens
-        if limit is None:
+        """Whether its tree leaves an attempt its prompt and so many output tokens. Raises BusLost."""
+        most = _most(run.state.spec.tree_budget)
+        if most == Most():
             return True
-        return await self.store.tree_usage.promise(_tree(run), run.run_id, num_tokens, limit)
+        needed = Used(run.state.prompt_tokens, num_tokens)
+        return await self.store.tree_usage.promise(_tree(run), run.run_id, run.state.turn, needed, most)
 
     async def ids(self, run: Run) -> None:
         """Keeps its tokens so far, for forks. A loss costs a fork that comes when the run is gone."""
@@ -173,7 +179,7 @@ class Keeper:
         await self.store.results.put(told.run_id, result)
         if not told.is_kept:
             await self.store.ids.remove(told.run_id)
-        if spec.tree_budget.output_tokens is not None:
+        if _most(spec.tree_budget) != Most():
             await self.store.tree_usage.forget(spec.tree or told.run_id, told.run_id)
 
     async def result_of(self, run_id: str) -> RunResult | None:
@@ -224,6 +230,15 @@ def is_lifecycle(event: AnyEvent) -> bool:
 
 def _tree(run: Run) -> str:
     return run.state.spec.tree or run.run_id
+
+
+def _most(budget: Budget) -> Most:
+    return Most(budget.prompt_tokens, budget.output_tokens)
+
+
+def _prompt_read(state: RunState) -> int:
+    """What no worker has taken is not used up by being asked for."""
+    return 0 if state.turn_cached is None else state.turn_usage.prompt_tokens
 
 
 def _spent(used: Used) -> Spent:

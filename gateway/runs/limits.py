@@ -22,7 +22,7 @@ TOO_OLD = "The run is a week old, which is the most that any may take."
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What counts against a budget. Of a tree: of present turns only the output of paused ones."""
+    """What counts against a budget. Of a tree: of present turns only what paused ones have had."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -84,7 +84,8 @@ def overspent(state: RunState, accounts: Accounts) -> RunEnded | None:
         ("thinking_tokens", own.thinking_tokens, budget.thinking_tokens),
         ("tool_calls", own.tool_calls, budget.tool_calls),
     ]
-    checks += _of_tree(accounts, state.prompt_tokens if is_waiting else 0, needs)
+    prompt = state.prompt_tokens if needs and state.turn_cached is None else 0  # else it is counted
+    checks += _of_tree(accounts, prompt, needs)
     for name, spent, most in checks:
         if most is not None and spent > most:
             return _exceeded(name, most)

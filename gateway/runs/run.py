@@ -25,7 +25,7 @@ from .transcript import Transcript
 from .wishes import Left, Wishes
 
 TREE_SECONDS = 0.4
-"""How often a run whose tree has promised all its output tokens asks for some again."""
+"""How often a run whose tree has promised others what it needs asks for that again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Run:
     noted: tuple[str, Usage] | None = None  # in the list of runs
     telling: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of these
     since: float = field(default_factory=time.monotonic)  # adopted, left by its last follower, or cancelled
-    tree_asked_at: float | None = None  # when its tree had no output tokens left that were not promised
+    tree_asked_at: float | None = None  # when its tree had too little left that was not promised
     asked_owner_at: float | None = None  # when we last asked whether its own gateway lives
     lost_since: float | None = None  # no engine can be expected to end it, or to take it
     asked_at: float = field(default_factory=time.monotonic)

@@ -1,11 +1,11 @@
-"""What all runs of one tree have used together, and what of its output is promised to running turns.
+"""What all runs of one tree have used together, and what of the rest is promised to running turns.
 
 Owns the counters: each turn counts once, however often it is told. Knows no budgets.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -34,6 +34,14 @@ class _Counted(msgspec.Struct, frozen=True, array_like=True):
     used: Used
 
 
+@dataclass(frozen=True, slots=True)
+class Most:
+    """What a tree may have of that which is promised; None: any number."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+
+
 FIELDS = ("prompt_tokens", "output_tokens", "thinking_tokens", "tool_calls")
 
 
@@ -45,8 +53,7 @@ class TreeUsage:
 
     async def total(self, tree: str) -> Used:
         """What the tree has used so far. Raises BusLost."""
-        values = await self._bus.answered(self._bus.commands.hmget(_used_key(tree), list(FIELDS)))
-        return Used(*(int(value or 0) for value in values))
+        return _used(await self._bus.answered(self._bus.commands.hmget(_used_key(tree), list(FIELDS))))
 
     async def add(self, tree: str, run_id: str, turn: int, used: Used) -> Used:
         """Counts what a turn has used in all by now and ends its promise; the tree's new total. A run's turns
@@ -71,33 +78,43 @@ class TreeUsage:
         await watched(self._bus, [marker], decide)
         return await self.total(tree)
 
-    async def promise(self, tree: str, run_id: str, output_tokens: int, limit: int) -> bool:
-        """Sets further output tokens of a run's turn aside until `add` or `forget`, in place of what it was
-        promised before; False where the tree's limit does not leave it so many. Raises BusLost.
+    async def promise(self, tree: str, run_id: str, turn: int, needed: Used, most: Most) -> bool:
+        """Sets a turn's prompt and further output tokens aside until `add` or `forget`, in place of what its
+        run was promised before; False where the tree's limits do not leave it so many. A prompt that is
+        counted already needs no more. Raises BusLost.
         """
-        promised_key, used_key = _promised_key(tree), _used_key(tree)
+        promised_key, used_key, marker = _promised_key(tree), _used_key(tree), run_key(run_id, "counted")
 
         async def decide(pipeline: Pipeline) -> bool:
-            promised: Any = await self._bus.answered(pipeline.hgetall(promised_key))
-            total: Any = await self._bus.answered(pipeline.hget(used_key, "output_tokens"))
-            others = sum(int(value) for name, value in promised.items() if name != run_id.encode())
-            if int(total or 0) + others + output_tokens > limit:
-                return False
+            promises: Any = await self._bus.answered(pipeline.hgetall(promised_key))
+            used = _used(await self._bus.answered(pipeline.hmget(used_key, list(FIELDS))))
+            counted = _counted(await self._bus.answered(pipeline.get(marker)))
+            before = counted.used.prompt_tokens if counted.turn == turn else 0
+            mine = replace(needed, prompt_tokens=max(needed.prompt_tokens - before, 0))
+            others = [_decode_used(value) for name, value in promises.items() if name != run_id.encode()]
+            for name in ("prompt_tokens", "output_tokens"):
+                limit = getattr(most, name)
+                if limit is not None and sum(getattr(one, name) for one in (used, mine, *others)) > limit:
+                    return False
             pipeline.multi()  # type: ignore[no-untyped-call]
-            pipeline.hset(promised_key, run_id, str(output_tokens))
+            pipeline.hset(promised_key, run_id, _encode(mine))
             pipeline.expire(promised_key, WEEK_SECONDS)
             return True
 
-        return await watched(self._bus, [promised_key, used_key], decide)
+        return await watched(self._bus, [promised_key, used_key, marker], decide)
 
-    async def promised(self, tree: str, run_id: str) -> int | None:
+    async def promised(self, tree: str, run_id: str) -> Used | None:
         """What is set aside for a run. Raises BusLost."""
         value = await self._bus.answered(self._bus.commands.hget(_promised_key(tree), run_id))
-        return None if value is None else int(value)
+        return None if value is None else _decode_used(value)
 
     async def forget(self, tree: str, run_id: str) -> None:
         """The run's promise is off: its turn did not come to be. Safe to repeat; raises BusLost."""
         await self._bus.answered(self._bus.commands.hdel(_promised_key(tree), run_id))
+
+
+def _used(values: list[bytes | None]) -> Used:
+    return Used(*(int(value or 0) for value in values))
 
 
 def _counted(marker: bytes | None) -> _Counted:
@@ -113,8 +130,9 @@ def _used_key(tree: str) -> str:
 
 
 def _promised_key(tree: str) -> str:
-    return named_key("tree-promised", tree)
+    return named_key("tree-promises", tree)
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Counted).decode
+_decode_used = msgspec.msgpack.Decoder(Used).decode

@@ -114,3 +114,46 @@ async def test_a_trees_time_is_over_for_its_root_and_all_below_at_once(valkey: V
         late = await ended(gate, await gate.runs.create(spec("late", parent_run=below)))
         assert late.ended is not None and "tree_budget.wall_ms is 4000" in late.ended.message
         assert late.num_tokens == 0
+
+
+async def test_siblings_read_no_more_prompts_together_than_their_tree_may(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.seconds_per_token = 0.02
+        first = await ended(gate, await gate.runs.create(spec()))
+        limit = 3 * first.prompt_tokens + 6
+        root = await gate.runs.create(spec(tree_budget=Budget(prompt_tokens=limit)))
+        runs = [root, *[await gate.runs.create(spec(parent_run=root)) for _ in range(8)]]
+        states = [await ended(gate, run_id) for run_id in runs]
+        assert [state.status for state in states].count("completed") == 3 == len(engine.turns) - 1
+        for state in states:
+            assert state.ended is not None
+            if state.status != "completed":
+                assert (state.status, state.ended.error) == ("failed", "budget_exceeded")
+                assert f"tree_budget.prompt_tokens is {limit}" in state.ended.message
+        total = await gate.runs.keeper.store.tree_usage.total(root)
+        assert total.prompt_tokens == 3 * first.prompt_tokens, "what was refused was not read"
+
+
+async def test_a_prompt_that_does_not_fit_leaves_its_tree_to_smaller_ones(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers), chatting(valkey.url) as gate:
+        root = await gate.runs.create(spec(tree_budget=Budget(prompt_tokens=60)))
+        large = await gate.runs.create(spec("word " * 100, parent_run=root))
+        assert (await ended(gate, large)).status == "failed"
+        small = await gate.runs.create(spec(parent_run=root))
+        assert (await ended(gate, small)).status == "completed"
+
+
+async def test_a_paused_turns_prompt_is_read_and_is_not_paid_for_twice(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        size = (await ended(gate, await gate.runs.create(spec()))).prompt_tokens
+        engine.allowed = 3
+        root = await gate.runs.create(spec(tree_budget=Budget(prompt_tokens=size)))
+        await generated(gate, root, 3)
+        await gate.runs.pause(root)
+        engine.allowed = None
+        child = await ended(gate, await gate.runs.create(spec(parent_run=root)))
+        assert child.ended is not None and "tree_budget.prompt_tokens" in child.ended.message
+        await gate.runs.resume(root)
+        assert (await ended(gate, root)).status == "completed"
+        total = await gate.runs.keeper.store.tree_usage.total(root)
+        assert total.prompt_tokens == size
