@@ -241,8 +241,12 @@ class Driver:
         return True
 
     async def _keep(self, run: Run) -> None:
-        """What is to be kept of an attempt that has ended, before anything follows from that."""
+        """What is to be kept of an attempt that has ended, before anything follows from that; of one that has
+        not, its thoughts.
+        """
         state = run.state
+        if state.is_on_engine:
+            await self._keeper.thought_so_far(run)
         ended = state.phase in (Phase.TURN_ENDED, Phase.PAUSED)
         if not ended or run.kept_attempt == state.attempt:
             return
@@ -327,7 +331,8 @@ class Driver:
 
     def _is_watched(self, run: Run) -> bool:
         """Whether a limit may be reached between two phases."""
-        return run.state.spec.budget.thinking_tokens is not None
+        spec = run.state.spec
+        return (spec.budget.thinking_tokens, spec.tree_budget.thinking_tokens) != (None, None)
 
     async def _step_surely(self, run: Run) -> None:
         if run.is_ours:

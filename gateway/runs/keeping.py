@@ -27,7 +27,7 @@ from .ends import Told, result_of
 from .events import AnyEvent
 from .families import Member
 from .limits import Accounts, Spent, no_room
-from .run import Run, RunEvent
+from .run import Counted, Run, RunEvent
 from .spec import CHECKPOINTS, Budget, RunSpec
 from .state import RunState, fold
 from .told import log_body
@@ -107,25 +107,32 @@ class Keeper:
 
     async def spent(self, run: Run) -> None:
         """Counts an ended turn against its tree, and looks what that has spent. Raises BusLost."""
-        spec = run.state.spec
-        if spec.tree_budget == Budget():
+        await self._count(run, replace(_had(run), tool_calls=whole_calls(run.said)))
+
+    async def spent_so_far(self, run: Run) -> None:
+        """Counts what a paused turn has had, and leaves its tree what it was promised. Raises BusLost."""
+        await self._count(run, _had(run))
+
+    async def thought_so_far(self, run: Run) -> None:
+        """Counts what a turn has thought by now where its tree has a budget for that, so that those who think
+        at the same time hear of each other; not at each token. Raises BusLost.
+        """
+        thought = run.transcript.current.thinking_tokens
+        if run.state.spec.tree_budget.thinking_tokens is None or not run.is_count_due(thought):
             return
-        usage, turn = run.state.turn_usage, run.transcript.current
-        calls = whole_calls(run.said)
-        used = Used(_prompt_read(run.state), usage.completion_tokens, turn.thinking_tokens, calls)
-        run.tree = _spent(await self.store.tree_usage.add(_tree(run), run.run_id, run.state.turn, used))
+        await self._count(run, Used(thinking_tokens=thought), ends_promise=False)
 
     async def look_at_tree(self, run: Run) -> None:
         """Refreshes what the tree has spent. Raises BusLost."""
         if run.state.spec.tree_budget != Budget():
             run.tree = _spent(await self.store.tree_usage.total(_tree(run)))
 
-    async def spent_so_far(self, run: Run) -> None:
-        """Counts what a paused turn has had, and leaves its tree what it was promised. Raises BusLost."""
-        if run.state.spec.tree_budget != Budget():
-            thinking_tokens = run.transcript.current.thinking_tokens
-            used = Used(_prompt_read(run.state), run.state.turn_tokens, thinking_tokens)
-            run.tree = _spent(await self.store.tree_usage.add(_tree(run), run.run_id, run.state.turn, used))
+    async def _count(self, run: Run, used: Used, *, ends_promise: bool = True) -> None:
+        if run.state.spec.tree_budget == Budget():
+            return
+        tree, turn = _tree(run), run.state.turn
+        total = await self.store.tree_usage.add(tree, run.run_id, turn, used, ends_promise=ends_promise)
+        run.tree, run.counted = _spent(total), Counted(turn, used.thinking_tokens, time.monotonic())
 
     async def promised(self, run: Run) -> int | None:
         """The output tokens that its tree has set aside for its present attempt; None: as many as it likes.
@@ -236,9 +243,11 @@ def _most(budget: Budget) -> Most:
     return Most(budget.prompt_tokens, budget.output_tokens)
 
 
-def _prompt_read(state: RunState) -> int:
-    """What no worker has taken is not used up by being asked for."""
-    return 0 if state.turn_cached is None else state.turn_usage.prompt_tokens
+def _had(run: Run) -> Used:
+    """By the present turn. A prompt that no worker has taken is not used up by being asked for."""
+    state, usage = run.state, run.state.turn_usage
+    prompt_tokens = 0 if state.turn_cached is None else usage.prompt_tokens
+    return Used(prompt_tokens, usage.completion_tokens, run.transcript.current.thinking_tokens)
 
 
 def _spent(used: Used) -> Spent:

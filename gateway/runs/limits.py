@@ -22,7 +22,7 @@ TOO_OLD = "The run is a week old, which is the most that any may take."
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What counts against a budget. Of a tree: of present turns only what paused ones have had."""
+    """What counts against a budget. Of a tree: of present turns what paused ones have had, and thoughts."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -40,6 +40,7 @@ class Accounts:
     own: Spent
     tree: Spent = _NOTHING
     tree_budget: Budget = _NO_LIMITS
+    uncounted_thinking: int = 0  # of the present turn: what `tree` lacks
 
 
 def expired(state: RunState, now: float) -> RunEnded | None:
@@ -109,10 +110,11 @@ def no_room(accounts: Accounts, prompt_tokens: int, age: float) -> tuple[str, in
 def _of_tree(accounts: Accounts, prompt_tokens: int, output_tokens: int) -> list[tuple[str, int, int | None]]:
     """Each limit's name, what is used of it with so many further tokens, and what it is."""
     tree, limit = accounts.tree, accounts.tree_budget
+    thinking = tree.thinking_tokens + accounts.uncounted_thinking
     return [
         ("tree_budget.prompt_tokens", tree.prompt_tokens + prompt_tokens, limit.prompt_tokens),
         ("tree_budget.output_tokens", tree.output_tokens + output_tokens, limit.output_tokens),
-        ("tree_budget.thinking_tokens", tree.thinking_tokens, limit.thinking_tokens),
+        ("tree_budget.thinking_tokens", thinking, limit.thinking_tokens),
         ("tree_budget.tool_calls", tree.tool_calls, limit.tool_calls),
     ]
 

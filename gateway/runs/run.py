@@ -25,7 +25,7 @@ from .transcript import Transcript
 from .wishes import Left, Wishes
 
 TREE_SECONDS = 0.4
-"""How often a run whose tree has promised others what it needs asks for that again."""
+"""How often a run asks again for what its tree has promised to others, and tells it what it has thought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,15 @@ class RunEvent:
 
     id: str
     event: AnyEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What its tree was last told of a turn's thinking, and when (monotonic)."""
+
+    turn: int
+    thinking_tokens: int
+    at: float
 
 
 @dataclass(slots=True)
@@ -47,6 +56,7 @@ class Run:
     wishes: Wishes = field(default_factory=Wishes)
     conversation: Conversation | None = None  # None: it has one turn only
     tree: Spent = field(default_factory=Spent)  # what its tree had spent when we looked last
+    counted: Counted | None = None  # None: nothing of it, by this gateway
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer
     task: asyncio.Task[None] | None = None
     num_followers: int = 0
@@ -136,7 +146,22 @@ class Run:
             thinking_tokens=self.transcript.thinking_tokens,
             tool_calls=self.transcript.num_calls(self.said) if has_ended else self.transcript.past_calls,
         )
-        return Accounts(own, self.tree, self.state.spec.tree_budget)
+        return Accounts(own, self.tree, self.state.spec.tree_budget, self._uncounted_thinking())
+
+    def is_count_due(self, thinking_tokens: int) -> bool:
+        """Whether its tree should hear that its present turn has thought so much."""
+        counted = self.counted
+        if counted is None or counted.turn != self.state.turn:
+            return thinking_tokens > 0
+        is_more = thinking_tokens > counted.thinking_tokens
+        return is_more and time.monotonic() - counted.at >= TREE_SECONDS
+
+    def _uncounted_thinking(self) -> int:
+        """Of the present turn. A gateway that has counted nothing yet cannot know what another has."""
+        if self.counted is None or not self.state.is_on_engine:
+            return 0
+        before = self.counted.thinking_tokens if self.counted.turn == self.state.turn else 0
+        return max(self.transcript.current.thinking_tokens - before, 0)
 
     def view(self, now: float) -> View:
         """For the next step; `now` in unix seconds."""

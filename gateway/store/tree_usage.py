@@ -55,9 +55,9 @@ class TreeUsage:
         """What the tree has used so far. Raises BusLost."""
         return _used(await self._bus.answered(self._bus.commands.hmget(_used_key(tree), list(FIELDS))))
 
-    async def add(self, tree: str, run_id: str, turn: int, used: Used) -> Used:
+    async def add(self, tree: str, run_id: str, turn: int, used: Used, *, ends_promise: bool = True) -> Used:
         """Counts what a turn has used in all by now and ends its promise; the tree's new total. A run's turns
-        come in order.
+        come in order. A turn that keeps its promise may not tell of what is promised.
 
         Exactly once: what is counted already, also by another gateway, is not added. Raises BusLost.
         """
@@ -72,7 +72,8 @@ class TreeUsage:
             for name in FIELDS:
                 pipeline.hincrby(_used_key(tree), name, max(getattr(used, name) - getattr(before, name), 0))
             pipeline.expire(_used_key(tree), WEEK_SECONDS)
-            pipeline.hdel(_promised_key(tree), run_id)
+            if ends_promise:
+                pipeline.hdel(_promised_key(tree), run_id)
             pipeline.set(marker, _encode(_Counted(turn, _most(used, before))), ex=WEEK_SECONDS)
 
         await watched(self._bus, [marker], decide)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
 
 from .chatting import assert_adds_up, chatting, ended, generated, reaches, result, spec
+from .fake_engine import until
 from .talking_engine import TalkingEngine
 from .test_run_verbs import FIRST, answers
 
@@ -157,3 +160,61 @@ async def test_a_paused_turns_prompt_is_read_and_is_not_paid_for_twice(valkey: V
         assert (await ended(gate, root)).status == "completed"
         total = await gate.runs.keeper.store.tree_usage.total(root)
         assert total.prompt_tokens == size
+
+
+@pytest.mark.parametrize("num_children", [0, 2])
+async def test_a_thought_ends_where_its_tree_has_thought_all_it_may(
+    valkey: ValkeyServer, num_children: int
+) -> None:
+    thought, limit = f"<think>\n{FIRST * 6}</think>\n\nok", 40
+    async with TalkingEngine(valkey.url, lambda prompt: thought) as engine, chatting(valkey.url) as gate:
+        engine.seconds_per_token = 0.02
+        root = await gate.runs.create(spec(tree_budget=Budget(thinking_tokens=limit)))
+        children = [await gate.runs.create(spec("child", parent_run=root)) for _ in range(num_children)]
+        states = [await ended(gate, run_id) for run_id in (root, *children)]
+        for run_id, state in zip((root, *children), states, strict=True):
+            assert state.ended is not None
+            assert (state.status, state.ended.error) == ("failed", "budget_exceeded")
+            assert f"tree_budget.thinking_tokens is {limit}" in state.ended.message
+            assert state.num_tokens < len(thought) / 2
+            assert_adds_up(valkey, run_id, state)
+        total = await gate.runs.keeper.store.tree_usage.total(root)
+        kept = [(await result(gate, run_id)).thinking_tokens for run_id in (root, *children)]
+        assert total.thinking_tokens == sum(kept) > limit
+        assert total.output_tokens == sum(state.usage.completion_tokens for state in states)
+
+
+async def test_a_tree_may_think_all_that_it_may(valkey: ValkeyServer) -> None:
+    thought = f"<think>\n{FIRST}</think>\n\nok"
+    async with TalkingEngine(valkey.url, lambda prompt: thought) as engine, chatting(valkey.url) as gate:
+        alone = await gate.runs.create(spec())
+        await ended(gate, alone)
+        limit = 2 * (await result(gate, alone)).thinking_tokens
+        engine.seconds_per_token = 0.02
+        root = await gate.runs.create(spec(tree_budget=Budget(thinking_tokens=limit)))
+        child = await gate.runs.create(spec("child", parent_run=root))
+        assert [(await ended(gate, run_id)).status for run_id in (root, child)] == ["completed"] * 2
+        over = await ended(gate, await gate.runs.create(spec("another", parent_run=root)))
+        assert over.ended is not None
+        assert f"tree_budget.thinking_tokens is {limit}" in over.ended.message
+
+
+async def test_what_a_dead_gateway_had_counted_of_a_thought_counts_once(
+    valkey: ValkeyServer,
+) -> None:
+    thought = f"<think>\n{FIRST}</think>\n\nok"
+    async with TalkingEngine(valkey.url, lambda prompt: thought) as engine:
+        async with chatting(valkey.url, kill=True) as gate:
+            alone = await gate.runs.create(spec())
+            await ended(gate, alone)
+            limit = (await result(gate, alone)).thinking_tokens
+            engine.allowed, engine.seconds_per_token = limit * 3 // 4, 0.03
+            root = await gate.runs.create(spec(tree_budget=Budget(thinking_tokens=limit)))
+            await generated(gate, root, limit * 3 // 4)
+            assert (await gate.runs.keeper.store.tree_usage.total(root)).thinking_tokens
+        async with chatting(valkey.url, "g2") as second:
+            await until(lambda: second.runs.mine(root) is not None, 10)
+            engine.allowed = None
+            assert (await ended(second, root)).status == "completed"
+            total = await second.runs.keeper.store.tree_usage.total(root)
+            assert total.thinking_tokens == limit
