@@ -5,7 +5,7 @@ Level-triggered: whoever looks finds the same, so a limit needs no memory of hav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from workers.messages import Cancelled, RunEnded
 
@@ -31,6 +31,7 @@ class Spent:
 
 
 _NOTHING, _NO_LIMITS = Spent(), Budget()
+_COUNTED = tuple(field.name for field in fields(Spent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Accounts:
     own: Spent
     tree: Spent = _NOTHING
     tree_budget: Budget = _NO_LIMITS
+    turn: Spent = _NOTHING  # of `own`, the present turn's
     uncounted_thinking: int = 0  # of the present turn: what `tree` lacks
 
 
@@ -127,6 +129,21 @@ def cut_short(state: RunState, accounts: Accounts) -> RunEnded | None:
     ):
         if most is not None and spent >= most:
             return _exceeded(name, most)
+    return None
+
+
+def overdrawn(state: RunState, accounts: Accounts) -> RunEnded | None:
+    """The end of a run whose turn has ended by itself, but used of what is overspent: one that came in one
+    piece was over before it could be stopped. No matter whether anything would go on from there.
+    """
+    for name in _COUNTED:
+        for prefix, spent, budget in (
+            ("", accounts.own, state.spec.budget),
+            ("tree_budget.", accounts.tree, accounts.tree_budget),
+        ):
+            most = getattr(budget, name)
+            if most is not None and getattr(accounts.turn, name) and getattr(spent, name) > most:
+                return _exceeded(prefix + name, most)
     return None
 
 

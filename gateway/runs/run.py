@@ -17,11 +17,11 @@ from workers.messages import Derail, Dispatched, Paused, Started, Tokens, TurnEn
 
 from .commands import CancelRun
 from .events import AnyEvent
-from .limits import Accounts, Spent, cut_short, expired, overspent
+from .limits import Accounts, Spent, cut_short, expired, overdrawn, overspent
 from .state import Phase, RunState, advance
 from .steps import View
 from .talk import Conversation
-from .transcript import Transcript
+from .transcript import Transcript, whole_calls
 from .wishes import Left, Wishes
 
 TREE_SECONDS = 0.4
@@ -139,14 +139,16 @@ class Run:
 
     def accounts(self) -> Accounts:
         """What it has spent, and its tree."""
-        usage, has_ended = self.state.usage, self.state.phase is Phase.TURN_ENDED
-        own = Spent(
-            prompt_tokens=usage.prompt_tokens,
-            output_tokens=usage.completion_tokens,
-            thinking_tokens=self.transcript.thinking_tokens,
-            tool_calls=self.transcript.num_calls(self.said) if has_ended else self.transcript.past_calls,
+        state, transcript = self.state, self.transcript
+        calls = whole_calls(self.said) if state.phase is Phase.TURN_ENDED else 0
+        thinking = transcript.current.thinking_tokens
+        return Accounts(
+            own=_spent(state.usage, transcript.thinking_tokens, transcript.past_calls + calls),
+            tree=self.tree,
+            tree_budget=state.spec.tree_budget,
+            turn=_spent(state.turn_usage, thinking, calls),
+            uncounted_thinking=self._uncounted_thinking(),
         )
-        return Accounts(own, self.tree, self.state.spec.tree_budget, self._uncounted_thinking())
 
     def is_count_due(self, thinking_tokens: int) -> bool:
         """Whether its tree should hear that its present turn has thought so much."""
@@ -171,6 +173,7 @@ class Run:
             left=self.left,
             over=expired(self.state, now) or overspent(self.state, accounts),
             short=cut_short(self.state, accounts) if has_ended else None,
+            overdrawn=overdrawn(self.state, accounts) if has_ended else None,
             said=self.said if has_ended else None,
             can_continue=self.conversation is not None,
             can_fork=self.order is not None,
@@ -194,6 +197,10 @@ class Run:
 
     def _seconds_to(self, moment: float | None) -> float | None:
         return None if moment is None or self.order is None else moment - self.asked_at
+
+
+def _spent(usage: Usage, thinking_tokens: int, tool_calls: int) -> Spent:
+    return Spent(usage.prompt_tokens, usage.completion_tokens, thinking_tokens, tool_calls)
 
 
 def closes_turn(event: AnyEvent) -> bool:

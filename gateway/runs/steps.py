@@ -93,6 +93,7 @@ class View:
     left: Left
     over: RunEnded | None = None  # a limit that is reached
     short: RunEnded | None = None  # the limit that cut the turn short, if its reason is `length`
+    overdrawn: RunEnded | None = None  # the limit that the turn has left behind it
     said: Said | None = None  # by the turn, where it has ended
     can_continue: bool = True  # whether further turns can be made
     can_fork: bool = True  # whether its tokens are known here
@@ -188,8 +189,9 @@ def _finished(view: View) -> Step:
         return Fork()
     if (stopped := _cancel_end(left)) is not None:
         return End(stopped)
-    if view.over is not None and goes_on:
-        return End(view.over)
+    over = view.overdrawn or (view.over if goes_on else None)
+    if over is not None:
+        return End(over)
     if left.cancel is not None and goes_on:
         return End(_cancel_end(left) or RunEnded(state="cancelled"))
     if calls:

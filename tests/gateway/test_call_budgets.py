@@ -16,6 +16,7 @@ from tests.conftest import ValkeyServer
 
 from .bus_fixture import connected
 from .native_client import NativeClient
+from .samples import TOOLS
 from .talking_engine import TalkingEngine
 from .test_native_real import answers, get, reaches, serving
 
@@ -166,6 +167,19 @@ async def test_the_newest_tree_of_a_session_counts(valkey: ValkeyServer, tmp_pat
         assert await _status(client.http, url, chat, {"X-Tetrarch-Session": "s"}) == 200
         under_old = {"X-Tetrarch-Session": "s", "X-Tetrarch-Parent": "old", "X-Tetrarch-Agent": "x"}
         assert await _status(client.http, url, chat, under_old) == 429
+
+
+async def test_a_calls_tool_calls_beyond_its_trees_budget_are_no_answer(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with TalkingEngine(valkey.url, answers), serving(valkey.url, tmp_path) as client:
+        await root(client, tool_calls=1)
+        url, names = client.url + "/v1/chat/completions", {"X-Tetrarch-Session": "s"}
+        body = {**CALLS["/v1/chat/completions"], "tools": TOOLS}
+        assert await _status(client.http, url, body, names) == 200
+        async with client.http.post(url, json=body, headers=names) as response:
+            assert response.status == 429
+            assert "tree_budget.tool_calls is 1" in (await response.json())["error"]["message"]
 
 
 async def test_a_child_of_a_tree_that_has_read_all_it_may_reaches_no_engine(

@@ -14,11 +14,13 @@ from gateway.runs.limits import expired
 from gateway.runs.run import Run, RunEvent
 from gateway.runs.spec import Budget
 from gateway.runs.state import fold
+from gateway.text.tokenizer import pack_token_ids
 from tests.conftest import ValkeyServer
-from workers.messages import Accepted, Derail, Tokens, encode
+from workers.messages import Accepted, Derail, Finished, Started, Timings, Tokens, Usage, encode
 
 from .chatting import CALL, assert_adds_up, chatting, ended, generated, reaches, result, spec
-from .talking_engine import TalkingEngine
+from .fake_engine import FakeEngine, Turn
+from .talking_engine import TalkingEngine, answer_ids
 from .test_run_verbs import FIRST, answers
 
 
@@ -124,6 +126,32 @@ async def test_a_thinking_budget_stops_a_thought_that_does_not_end(valkey: Valke
         assert (kept.text, kept.thinking_tokens > 6) == ("", True)
         free = await gate.runs.create(spec(budget=Budget(thinking_tokens=1000)))
         assert (await ended(gate, free)).status == "completed"
+
+
+@pytest.mark.parametrize("name", ["budget", "tree_budget"])
+async def test_a_run_whose_last_turn_was_over_before_it_could_be_stopped_has_not_completed(
+    valkey: ValkeyServer, name: str
+) -> None:
+    thought = "<think>\nIt is so because it is so, is it not?\n</think>\n\nok"
+
+    async def all_at_once(engine: FakeEngine, turn: Turn) -> None:
+        ids = answer_ids(thought)
+        await engine.write(turn, Started(worker=0, cached_tokens=0))
+        await engine.write(turn, Tokens(token_ids=pack_token_ids(ids), text=thought))
+        usage = Usage(prompt_tokens=len(turn.submit.token_ids) // 4, completion_tokens=len(ids))
+        turn.has_ended = True
+        await engine.write(turn, Finished(reason="stop", usage=usage, timings=Timings(worker=0)))
+
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.script = all_at_once
+        run_id = await gate.runs.create(spec(**{name: Budget(thinking_tokens=6)}))
+        state = await ended(gate, run_id)
+        assert isinstance(state.turn_end, Finished)
+        assert state.ended is not None
+        assert (state.status, state.ended.error) == ("failed", "budget_exceeded")
+        assert "thinking_tokens is 6" in state.ended.message
+        kept = await result(gate, run_id)
+        assert (kept.text.strip(), kept.is_partial) == ("ok", True)
 
 
 async def test_a_watcher_can_stop_a_run_that_goes_astray(valkey: ValkeyServer) -> None:
