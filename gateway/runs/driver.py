@@ -241,9 +241,7 @@ class Driver:
         return True
 
     async def _keep(self, run: Run) -> None:
-        """What is to be kept of an attempt that has ended, before anything follows from that; of one that has
-        not, its thoughts.
-        """
+        """What is to be kept of an attempt that has ended, before more follows; of others, their thoughts."""
         state = run.state
         if state.is_on_engine:
             await self._keeper.thought_so_far(run)
@@ -331,8 +329,7 @@ class Driver:
 
     def _is_watched(self, run: Run) -> bool:
         """Whether a limit may be reached between two phases."""
-        spec = run.state.spec
-        return (spec.budget.thinking_tokens, spec.tree_budget.thinking_tokens) != (None, None)
+        return any(b.thinking_tokens is not None for b in (run.state.spec.budget, run.state.spec.tree_budget))
 
     async def _step_surely(self, run: Run) -> None:
         if run.is_ours:

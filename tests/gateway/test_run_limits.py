@@ -115,13 +115,13 @@ async def test_a_caller_that_is_not_heard_any_more(valkey: ValkeyServer, orphan:
 
 
 async def test_a_thinking_budget_stops_a_thought_that_does_not_end(valkey: ValkeyServer) -> None:
-    thought = f"<think>\n{FIRST * 3}</think>\n\nok"
+    thought = f"<think>\n{FIRST * 15}</think>\n\nok"
     async with TalkingEngine(valkey.url, lambda prompt: thought) as engine, chatting(valkey.url) as gate:
         engine.seconds_per_token = 0.02
         run_id = await gate.runs.create(spec(budget=Budget(thinking_tokens=6)))
         state = await ended(gate, run_id)
         assert state.ended is not None and "thinking_tokens is 6" in state.ended.message
-        assert 6 < state.num_tokens < len(thought) / 2
+        assert 6 < state.num_tokens < len(answer_ids(thought)) / 2
         kept = await result(gate, run_id)
         assert (kept.text, kept.thinking_tokens > 6) == ("", True)
         free = await gate.runs.create(spec(budget=Budget(thinking_tokens=1000)))
@@ -144,7 +144,8 @@ async def test_a_run_whose_last_turn_was_over_before_it_could_be_stopped_has_not
 
     async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
         engine.script = all_at_once
-        run_id = await gate.runs.create(spec(**{name: Budget(thinking_tokens=6)}))
+        fields: dict[str, Any] = {name: Budget(thinking_tokens=6)}
+        run_id = await gate.runs.create(spec(**fields))
         state = await ended(gate, run_id)
         assert isinstance(state.turn_end, Finished)
         assert state.ended is not None

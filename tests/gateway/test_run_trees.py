@@ -12,7 +12,7 @@ from tests.conftest import ValkeyServer
 
 from .chatting import assert_adds_up, chatting, ended, generated, reaches, result, spec
 from .fake_engine import until
-from .talking_engine import TalkingEngine
+from .talking_engine import TalkingEngine, answer_ids
 from .test_run_verbs import FIRST, answers
 
 
@@ -166,7 +166,7 @@ async def test_a_paused_turns_prompt_is_read_and_is_not_paid_for_twice(valkey: V
 async def test_a_thought_ends_where_its_tree_has_thought_all_it_may(
     valkey: ValkeyServer, num_children: int
 ) -> None:
-    thought, limit = f"<think>\n{FIRST * 6}</think>\n\nok", 40
+    thought, limit = f"<think>\n{FIRST * 40}</think>\n\nok", 100
     async with TalkingEngine(valkey.url, lambda prompt: thought) as engine, chatting(valkey.url) as gate:
         engine.seconds_per_token = 0.02
         root = await gate.runs.create(spec(tree_budget=Budget(thinking_tokens=limit)))
@@ -176,11 +176,13 @@ async def test_a_thought_ends_where_its_tree_has_thought_all_it_may(
             assert state.ended is not None
             assert (state.status, state.ended.error) == ("failed", "budget_exceeded")
             assert f"tree_budget.thinking_tokens is {limit}" in state.ended.message
-            assert state.num_tokens < len(thought) / 2
+            assert state.num_tokens < len(answer_ids(thought)) / 2
             assert_adds_up(valkey, run_id, state)
         total = await gate.runs.keeper.store.tree_usage.total(root)
         kept = [(await result(gate, run_id)).thinking_tokens for run_id in (root, *children)]
         assert total.thinking_tokens == sum(kept) > limit
+        if children:
+            assert sum(kept) < len(kept) * limit, "they hear of each other while they think"
         assert total.output_tokens == sum(state.usage.completion_tokens for state in states)
 
 
