@@ -41,6 +41,7 @@ KINDS: dict[str, ErrorKind] = {
     "previous_response_not_found": ErrorKind(400, INVALID),
     "method_not_allowed": ErrorKind(405, INVALID),
     "idempotency_conflict": ErrorKind(409, INVALID),
+    "run_gone": ErrorKind(409, INVALID),
     "run_ended": ErrorKind(409, INVALID),
     "run_live": ErrorKind(409, INVALID),
     "no_input_required": ErrorKind(409, INVALID),

@@ -21,6 +21,7 @@ REMEDIES = {
     "bus_unavailable": "Try again: the server looks for its bus by itself.",
     "run_not_found": "Runs are kept for a week, and each is its token's own: check the id and the token.",
     "idempotency_conflict": "Send the same fields under this key, or choose a new key.",
+    "run_gone": "Choose a new key to run it again.",
     "run_ended": "Start a new run, or fork this one.",
     "run_live": "Cancel the run first, or wait for its end.",
 }

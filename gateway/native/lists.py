@@ -72,13 +72,16 @@ async def get_runs(request: web.Request) -> web.Response:
 
 
 async def delete_run(request: web.Request) -> web.Response:
-    """Forgets an ended run: its events, its result, its ids. What was forked from it stays."""
+    """Forgets an ended run: its events, its result, its ids. What was forked from it stays, and the key that
+    made it makes it no more.
+    """
     run_id, state = await own_run(request)
     if state.status not in FINAL:
         raise Conflict(
             "run_live", f"{run_id} has not ended: it is {state.status}. Cancel it first, or wait for its end."
         )
     store, spec = store_of(request), state.spec
+    await store.idempotency.bury(run_id)
     pipeline = store.bus.commands.pipeline(transaction=True)
     pipeline.delete(run_events_key(run_id), run_commands_key(run_id), run_key(run_id, "mirrored"))
     pipeline.srem(RUNS_LIVE_KEY, run_id)

@@ -28,7 +28,8 @@ from .waiting import get_wait, post_wait
 KEY = (
     Parameter(
         "Idempotency-Key",
-        "Sent again within a day with the same body: the same answer, and nothing is done twice.",
+        "Sent again within a day with the same body: the same answer, and nothing is done twice. 409 "
+        "run_gone: the run that it has made was deleted, or is kept no more.",
         where="header",
     ),
 )

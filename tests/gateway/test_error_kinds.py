@@ -32,7 +32,15 @@ def test_every_kind_that_is_named_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["run_ended", "run_live", "no_input_required", "cannot_continue", "ids_gone", "idempotency_conflict"],
+    [
+        "run_ended",
+        "run_live",
+        "run_gone",
+        "no_input_required",
+        "cannot_continue",
+        "ids_gone",
+        "idempotency_conflict",
+    ],
 )
 def test_a_conflict_is_a_409(kind: str) -> None:
     assert Conflict(kind, "No.").status == 409

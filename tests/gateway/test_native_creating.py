@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.bus import BusLost
 from gateway.errors import NoEngine, Overloaded, StillWaiting
 from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
@@ -183,6 +184,57 @@ async def test_of_the_same_call_sent_twice_at_once_one_run_comes(native: Native)
     assert native.verbs.num_created == 1
 
 
+async def test_a_key_whose_run_is_deleted_makes_no_other_one(native: Native) -> None:
+    _, first = await native.call("POST", "/v1/runs", HELLO, Idempotency_Key="k")
+    await native.verbs.end(first["id"])
+    assert (await native.call("DELETE", f"/v1/runs/{first['id']}"))[0] == 200
+    for _ in range(2):
+        status, told = await native.call("POST", "/v1/runs", HELLO, Idempotency_Key="k")
+        assert (status, told["error"]["code"]) == (409, "run_gone")
+        assert first["id"] in told["error"]["message"]
+    status, told = await native.call("POST", "/v1/runs", {"input": "Ho"}, Idempotency_Key="k")
+    assert (status, told["error"]["code"]) == (409, "idempotency_conflict")
+    assert native.verbs.num_created == 1
+
+
+async def test_a_key_is_good_for_a_day_though_nothing_is_kept_of_its_run(native: Native) -> None:
+    _, first = await native.call("POST", "/v1/runs", HELLO, Idempotency_Key="k")
+    await native.verbs.end(first["id"])
+    kept = [key async for key in native.bus.commands.scan_iter(f"*{first['id']}*")]
+    assert len(kept) >= 3
+    await native.bus.commands.delete(*kept)
+    status, told = await native.call("POST", "/v1/runs", HELLO, Idempotency_Key="k")
+    assert (status, told["error"]["code"]) == (409, "run_gone")
+    assert native.verbs.num_created == 1
+
+
+async def test_a_run_made_in_place_of_a_gateway_that_died_bears_its_own_names(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with native_gateway(valkey.url, tmp_path, claim_seconds=0.1) as native:
+        native.verbs.refusals = [BusLost()]  # claimed, and not created
+        assert (await native.call("POST", "/v1/runs", HELLO, Idempotency_Key="k"))[0] == 503
+        status, told = await native.call("POST", "/v1/runs", HELLO, Idempotency_Key="k")
+        assert (status, told["replayed"]) == (202, False)
+        spec = native.verbs.specs[told["id"]]
+        assert {told["agent"], told["session"], spec.agent, spec.session} == {told["id"]}
+        assert told["links"]["tree"] == f"/v1/sessions/{told['id']}/tree"
+        assert msgspec.json.decode(spec.body)["tetrarch"]["agent"] == told["id"]
+
+
+async def test_a_key_tells_its_run_though_the_parent_is_gone(native: Native) -> None:
+    parent = await native.create()
+    body = {**HELLO, "parent_run": parent}
+    _, first = await native.call("POST", "/v1/runs", body, Idempotency_Key="k")
+    await native.verbs.end(parent)
+    assert (await native.call("DELETE", f"/v1/runs/{parent}"))[0] == 200
+    status, again = await native.call("POST", "/v1/runs", body, Idempotency_Key="k")
+    assert (status, again["id"], again["replayed"]) == (202, first["id"], True)
+    for _ in range(2):  # what is refused gives its key back
+        status, told = await native.call("POST", "/v1/runs", body, Idempotency_Key="other")
+        assert (status, told["error"]["code"]) == (404, "run_not_found")
+
+
 async def test_a_refused_call_may_be_sent_again_with_its_key(native: Native) -> None:
     native.verbs.refusals = [Overloaded(3), NoEngine("None.")]
     statuses = [(await native.call("POST", "/v1/runs", HELLO, Idempotency_Key="k"))[0] for _ in range(3)]
@@ -241,6 +293,18 @@ async def test_a_batch_of_all_or_nothing_takes_none_where_one_is_refused(native:
     assert (status, native.verbs.num_reserved) == (429, 0)
     listed = (await native.call("GET", "/v1/runs"))[1]["data"]
     assert [run["status"] for run in listed] == ["cancelled"]
+
+
+async def test_a_batch_that_was_taken_back_starts_anew_under_its_key(native: Native) -> None:
+    batch = {"runs": [HELLO] * 3, "all_or_nothing": True}
+    native.verbs.refusals = [None, Overloaded(3)]
+    assert (await native.call("POST", "/v1/runs/batch", batch, Idempotency_Key="k"))[0] == 429
+    status, told = await native.call("POST", "/v1/runs/batch", batch, Idempotency_Key="k")
+    assert (status, [item["run"]["replayed"] for item in told["data"]]) == (202, [False] * 3)
+    native.verbs.is_full = True  # which it need not be for what is there
+    status, again = await native.call("POST", "/v1/runs/batch", batch, Idempotency_Key="k")
+    assert status == 202
+    assert [item["run"]["id"] for item in again["data"]] == [item["run"]["id"] for item in told["data"]]
 
 
 @pytest.mark.parametrize(

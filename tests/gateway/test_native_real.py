@@ -107,6 +107,19 @@ async def test_a_run_is_created_followed_and_read_again(client: NativeClient) ->
     assert (await client.call("GET", f"/v1/runs/{run_id}"))[0] == 404
 
 
+async def test_a_deleted_run_is_not_run_again_by_its_key(client: NativeClient, engine: TalkingEngine) -> None:
+    ask = ("POST", "/v1/runs", {"input": "Hi"})
+    _, first = await client.call(*ask, Idempotency_Key="k")
+    assert {first["session"], first["agent"]} == {first["id"]}
+    await reaches(client, first["id"], lambda told: told["status"] == "completed")
+    num_asked = len(engine.turns)
+    assert (await client.call("DELETE", f"/v1/runs/{first['id']}"))[0] == 200
+    status, told = await client.call(*ask, Idempotency_Key="k")
+    assert (status, told["error"]["code"]) == (409, "run_gone")
+    assert (await client.call("GET", "/v1/runs"))[1]["data"] == []
+    assert len(engine.turns) == num_asked == 1
+
+
 async def test_a_run_is_steered_paused_and_resumed(client: NativeClient, engine: TalkingEngine) -> None:
     engine.allowed = 3
     run_id = await client.create()

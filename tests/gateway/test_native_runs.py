@@ -229,7 +229,7 @@ async def test_only_an_ended_run_is_forgotten_and_then_wholly(native: Native, va
     assert await native.store.ids.get(run_id) is None
     with valkey.client() as client:
         left = list(client.scan_iter(f"*{run_id}*"))
-    kept = (b":mirrored", b":ids-removed")  # that there was one, and no word of it
+    kept = (b":mirrored", b":deleted", b":ids-removed")  # that there was one, and no word of it
     assert all(key.endswith(kept) or b":ids:" in key for key in left), left
 
 

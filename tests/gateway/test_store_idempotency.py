@@ -91,3 +91,32 @@ async def test_a_refused_call_gives_its_key_back(valkey: ValkeyServer) -> None:
         await keys.release("t", "key", ONE)
         await keys.release("t", "key", ONE)
         assert await keys.claim("t", "key", b"other", TWO) == Claim(TWO, is_new=True)
+
+
+async def test_a_run_that_has_been_is_never_new_whatever_is_kept_of_it(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as bus:
+        keys = Idempotency(bus, claim_seconds=0.1)
+        await keys.claim("t", "seen", b"body", ONE)
+        await create(bus, ONE)
+        assert not await keys.is_made("t", "seen")
+        assert not (await keys.claim("t", "seen", b"body", TWO)).is_new  # its gateway died before it settled
+        assert await keys.is_made("t", "seen")
+        await keys.claim("t", "told", b"body", TWO)
+        await keys.settle("t", "told", ONE)  # not its run: nothing happens
+        await keys.settle("t", "told", TWO)
+        await keys.settle("t", "told", TWO)
+        await bus.commands.delete(run_events_key(ONE))
+        await asyncio.sleep(0.15)
+        assert await keys.claim("t", "seen", b"body", TWO) == Claim(ONE, is_new=False)
+        assert await keys.claim("t", "told", b"body", ONE) == Claim(TWO, is_new=False)
+        with valkey.client() as client:
+            assert 86_000 < int(client.ttl(named_key("claim", "t", "told"))) <= 86_400
+
+
+async def test_a_run_that_is_deleted_before_its_key_is_settled_is_never_new(valkey: ValkeyServer) -> None:
+    async with connected(valkey.url) as bus:
+        keys = Idempotency(bus, claim_seconds=0.1)
+        await keys.claim("t", "key", b"body", ONE)
+        await keys.bury(ONE)
+        await asyncio.sleep(0.15)
+        assert await keys.claim("t", "key", b"body", TWO) == Claim(ONE, is_new=False)
