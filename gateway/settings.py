@@ -121,8 +121,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1 << 20,
-            description="Part of the bus's memory, in bytes, for what is kept of runs: half of it for token "
-            "ids (a day), the rest for results and session logs (a week). The oldest go first.",
+            description="Part of the bus's memory, in bytes, for what is kept of runs: two fifths of it for "
+            "token ids (a day), three tenths for results of runs (a week, deflated), a twentieth for those "
+            "of plain calls, an eighth each for stored responses and session logs. Of each kind the oldest "
+            "go first.",
         ),
     ] = 128 << 20
     home: Annotated[

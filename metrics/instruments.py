@@ -19,6 +19,7 @@ from .derail_figures import DerailFigures
 from .engine_figures import OTHER, EngineFigures, EngineSample
 from .flow_figures import FlowFigures
 from .quantiles import QUANTILES, Ring
+from .store_figures import StoreFigures
 
 MAX_ENGINES = 16
 """Engines that are shown: the living ones first; the rest have no series."""
@@ -168,6 +169,7 @@ class Instruments:
         self.registry.register(self._engines)
         self.flow = FlowFigures(self.registry)
         self.derail = DerailFigures(self.registry)
+        self.store = StoreFigures(self.registry)
         by_place = ["engine", "worker"]
         self._histograms = {
             quantity.name: Histogram(

@@ -19,7 +19,8 @@ REMEDIES = {
     "overloaded": "Wait for `retry_after` seconds, start less at once, or use a higher class.",
     "no_engine": "`tetrarch serve` starts an engine; GET /health says which there are.",
     "bus_unavailable": "Try again: the server looks for its bus by itself.",
-    "run_not_found": "Runs are kept for a week, and each is its token's own: check the id and the token.",
+    "run_not_found": "Runs are kept for a week where there is room (kept_bytes), and each is its token's "
+    "own: check the id and the token.",
     "idempotency_conflict": "Send the same fields under this key, or choose a new key.",
     "run_gone": "Choose a new key to run it again.",
     "run_ended": "Start a new run, or fork this one.",

@@ -183,7 +183,7 @@ class Keeper:
         spec, result = told.state.spec, result_of(told, ended, time.time())
         if spec.result_schema and told.is_kept:
             result = await asyncio.to_thread(checked, result, spec.result_schema)
-        await self.store.results.put(told.run_id, result)
+        await self.store.results.put(told.run_id, result, is_call=not spec.is_detached)
         if not told.is_kept:
             await self.store.ids.remove(told.run_id)
         if _most(spec.tree_budget) != Most():

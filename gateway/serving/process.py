@@ -156,8 +156,8 @@ async def run_gateway(
 
 def _parts_of(settings: GatewaySettings, home: Home, bus: Bus) -> Parts:
     directory = Directory(bus)
-    store = store_in(bus, kept_bytes(settings))
     instruments = Instruments()
+    store = store_in(bus, kept_bytes(settings), instruments.store.evicted)
     places = Places(directory, settings.max_waiting, classes=settings.classes, watch=instruments.flow)
     runs = Runs(bus, directory, places=places, store=store)
     runs.on_turn_end.append(turn_observer(instruments))

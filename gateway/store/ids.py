@@ -19,8 +19,9 @@ import numpy as np
 
 from gateway.bus import Bus
 
+from .evictions import Evictions
 from .keys import DAY_SECONDS, run_key
-from .shelf import Shelf
+from .shelf import Bound, Shelf
 
 MAX_CHAIN = 32
 """A record behind so many others is kept whole."""
@@ -67,9 +68,16 @@ class IdStore:
     first; then `get` finds nothing.
     """
 
-    def __init__(self, bus: Bus, *, max_bytes: int = 96 << 20, recent_bytes: int = 32 << 20) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        max_bytes: int = 96 << 20,
+        recent_bytes: int = 32 << 20,
+        evictions: Evictions | None = None,
+    ) -> None:
         self._bus = bus
-        self._shelf = Shelf(bus, "ids", max_bytes=max_bytes, seconds=DAY_SECONDS)
+        self._shelf = Shelf(bus, "ids", Bound(max_bytes, DAY_SECONDS, evictions))
         self._recent = _Recent(recent_bytes)
 
     async def put(self, run_id: str, ids: bytes, bases: Sequence[str] = ()) -> None:

@@ -12,8 +12,9 @@ from msgspec import Struct
 
 from gateway.bus import Bus
 
+from .evictions import Evictions
 from .keys import WEEK_SECONDS, run_key
-from .shelf import Shelf
+from .shelf import Bound, Shelf
 
 MAX_RESPONSE_BYTES = 1 << 20
 """Larger ones are not kept."""
@@ -32,8 +33,8 @@ class StoredResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ResponseStore:
     """Stored responses by id, for a week after they were last used."""
 
-    def __init__(self, bus: Bus, *, max_bytes: int = 24 << 20) -> None:
-        self._shelf = Shelf(bus, "responses", max_bytes=max_bytes, seconds=WEEK_SECONDS, key=_key)
+    def __init__(self, bus: Bus, *, max_bytes: int = 24 << 20, evictions: Evictions | None = None) -> None:
+        self._shelf = Shelf(bus, "responses", Bound(max_bytes, WEEK_SECONDS, evictions), key=_key)
 
     async def put(self, response: str, stored: StoredResponse) -> None:
         """Keeps it, and all that its conversation needs as long. A repeat replaces. Raises BusLost."""

@@ -14,8 +14,10 @@ from msgspec import Meta, Struct
 from gateway.bus import Bus
 from workers.messages import Derail, Timings, Usage
 
+from .evictions import Evictions
 from .keys import WEEK_SECONDS, run_key
-from .shelf import Shelf
+from .packing import pack, unpack
+from .shelf import Bound, Shelf
 
 MAX_RESULT_BYTES = 1_000_000
 """A larger result keeps the heads of its texts."""
@@ -65,28 +67,37 @@ class RunResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ResultStore:
-    """Results by run. All of them together stay under a bound, the oldest first to go."""
+    """Results by run. Those of runs stay under one bound and those of calls under another, the oldest of each
+    the first to go: calls are many, and their callers have their answers.
+    """
 
-    def __init__(self, bus: Bus, *, max_bytes: int = 48 << 20) -> None:
-        self._shelf = Shelf(bus, "results", max_bytes=max_bytes, seconds=WEEK_SECONDS, key=_key)
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        max_bytes: int = 48 << 20,
+        max_call_bytes: int = 8 << 20,
+        evictions: Evictions | None = None,
+    ) -> None:
+        self._runs, self._calls = (
+            Shelf(bus, kind, Bound(most, WEEK_SECONDS, evictions), key=_key)
+            for kind, most in (("results", max_bytes), ("call-results", max_call_bytes))
+        )
 
-    async def put(self, run_id: str, result: RunResult) -> None:
+    async def put(self, run_id: str, result: RunResult, *, is_call: bool = False) -> None:
         """Keeps it, cut where it is too large; a repeat replaces it. Raises BusLost."""
-        await self._shelf.put(run_id, _fitted(result))
+        shelf = self._calls if is_call else self._runs
+        await shelf.put(run_id, await pack(_fitted(result)))
 
     async def get(self, run_id: str) -> RunResult | None:
         """The result; None when there is none yet or no more. Raises BusLost."""
-        (encoded,) = await self._shelf.get([run_id])
-        return None if encoded is None else _decode(encoded)
-
-    async def get_many(self, run_ids: list[str]) -> dict[str, RunResult]:
-        """Those that are there. Raises BusLost."""
-        found = zip(run_ids, await self._shelf.get(run_ids), strict=True)
-        return {run_id: _decode(encoded) for run_id, encoded in found if encoded is not None}
+        (kept,) = await self._runs.get([run_id])
+        return None if kept is None else _decode(await unpack(kept))
 
     async def remove(self, run_id: str) -> None:
         """Forgets it. Safe to repeat; raises BusLost."""
-        await self._shelf.remove([run_id])
+        await self._runs.remove([run_id])
+        await self._calls.remove([run_id])
 
 
 def _fitted(result: RunResult) -> bytes:

@@ -17,8 +17,9 @@ from gateway.bus import Bus, Entry, Follower
 from gateway.runs.event_ids import id_pair
 from workers.messages import EVENT_FIELD
 
+from .evictions import Evictions
 from .keys import WEEK_SECONDS, named_key, run_key
-from .shelf import Shelf
+from .shelf import Bound, Shelf
 from .watched import watched
 
 MAX_ENTRIES = 40_000
@@ -50,10 +51,17 @@ class _Logged(msgspec.Struct, frozen=True, array_like=True):
 class SessionLog:
     """The logs of all sessions. All together stay under a bound, the least recently used going first."""
 
-    def __init__(self, bus: Bus, *, max_bytes: int = 32 << 20, max_entries: int = MAX_ENTRIES) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        max_bytes: int = 32 << 20,
+        max_entries: int = MAX_ENTRIES,
+        evictions: Evictions | None = None,
+    ) -> None:
         self._bus = bus
         self._max_entries = max_entries
-        self._shelf = Shelf(bus, "logs", max_bytes=max_bytes, seconds=WEEK_SECONDS, key=lambda name: name)
+        self._shelf = Shelf(bus, "logs", Bound(max_bytes, WEEK_SECONDS, evictions), key=lambda name: name)
 
     async def mirror(
         self,

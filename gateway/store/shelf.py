@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio.client import Pipeline
@@ -14,6 +15,7 @@ from redis.asyncio.client import Pipeline
 from gateway.bus import Bus
 from workers.messages import KEY_PREFIX
 
+from .evictions import Evictions
 from .watched import watched
 
 SWEEP_SHARE = 16
@@ -26,27 +28,37 @@ OVERHEAD_BYTES = 300
 """What a value costs beside itself: its key, and its names in the order and among the sizes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What of a kind may be kept: the sum of the sizes, how long each, and who hears of what goes earlier."""
+
+    max_bytes: int
+    seconds: int
+    evictions: Evictions | None = None
+
+
 class Shelf:
-    """Values under names. The sum of their sizes stays under `max_bytes`, up to a sixteenth per gateway."""
+    """Values under names. The sum of their sizes stays under the bound, up to a sixteenth per gateway."""
 
     def __init__(
         self,
         bus: Bus,
         kind: str,
+        bound: Bound,
         *,
-        max_bytes: int,
-        seconds: int,
         key: Callable[[str], str] | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._bus = bus
+        self._kind = kind
+        self._evictions = bound.evictions or Evictions()
         self._key = key or (lambda name: f"{KEY_PREFIX}{kind}:{name}")
         self._order = f"{KEY_PREFIX}{kind}:order"  # ZSET: name -> unix seconds of its last use
         self._sizes = f"{KEY_PREFIX}{kind}:sizes"  # ZSET: name -> bytes
-        self._max_bytes = max_bytes
-        self._seconds = seconds
+        self._max_bytes = bound.max_bytes
+        self._seconds = bound.seconds
         self._now = now
-        self._unswept = max_bytes  # the first addition looks at what is there
+        self._unswept = bound.max_bytes  # the first addition looks at what is there
 
     async def put(self, name: str, value: bytes, used: Sequence[str] = ()) -> None:
         """Keeps a value; those in `used` count as used now, and so live as long. Raises BusLost."""
@@ -151,6 +163,13 @@ class Shelf:
                 break
             surplus[name] = int(size or 0)
             total -= int(size or 0)
+        early = [
+            used
+            for name, (_, used) in zip(names, oldest, strict=True)
+            if used >= expired_before and name in surplus
+        ]
+        if early:
+            self._evictions.went(self._kind, len(early), self._now() - early[-1])
         return surplus
 
     async def _page(self, key: str, start: int) -> list[tuple[bytes, float]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.bus import Bus
 
+from .evictions import Evictions
 from .heartbeats import Heartbeats
 from .idempotency import Idempotency
 from .ids import IdStore
@@ -36,16 +38,24 @@ class Store:
     heartbeats: Heartbeats
 
 
-def store_in(bus: Bus, kept_bytes: int = KEPT_BYTES) -> Store:
-    """The store in a bus, which need not be there yet. `kept_bytes`: of all that is large."""
+def store_in(
+    bus: Bus,
+    kept_bytes: int = KEPT_BYTES,
+    count_evicted: Callable[[str, int], None] = lambda kind, number: None,
+) -> Store:
+    """The store in a bus, which need not be there yet. `kept_bytes`: of all that is large; of runs' results
+    the largest part, since their callers were told that these are kept.
+    """
+    evictions = Evictions(count_evicted)
+    part = kept_bytes // 40
     return Store(
         bus=bus,
         idempotency=Idempotency(bus),
-        results=ResultStore(bus, max_bytes=kept_bytes // 5),
-        responses=ResponseStore(bus, max_bytes=kept_bytes * 3 // 20),
-        ids=IdStore(bus, max_bytes=kept_bytes // 2),
+        results=ResultStore(bus, max_bytes=12 * part, max_call_bytes=2 * part, evictions=evictions),
+        responses=ResponseStore(bus, max_bytes=5 * part, evictions=evictions),
+        ids=IdStore(bus, max_bytes=16 * part, evictions=evictions),
         index=RunIndex(bus),
-        session_log=SessionLog(bus, max_bytes=kept_bytes * 3 // 20),
+        session_log=SessionLog(bus, max_bytes=5 * part, evictions=evictions),
         tree_usage=TreeUsage(bus),
         tree_names=TreeNames(bus),
         heartbeats=Heartbeats(bus),

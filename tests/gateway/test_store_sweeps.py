@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 
 from gateway.store.index import AT_ONCE, RunIndex, RunNote
-from gateway.store.shelf import Shelf
+from gateway.store.shelf import Bound, Shelf
 from tests.conftest import ValkeyServer
 from workers.messages import KEY_PREFIX
 
@@ -41,7 +41,7 @@ async def test_a_shelf_of_many_names_is_swept(valkey: ValkeyServer) -> None:
             names = {f"run-{number:032x}": number for number in range(NUM_NAMES)}
             client.zadd(f"{KEY_PREFIX}x:order", {name: time.time() + n for name, n in names.items()})
             client.zadd(f"{KEY_PREFIX}x:sizes", dict.fromkeys(names, 1000))
-        shelf = Shelf(bus, "x", max_bytes=1000 * (NUM_NAMES - 1000), seconds=86_400)
+        shelf = Shelf(bus, "x", Bound(1000 * (NUM_NAMES - 1000), 86_400))
         async with longest_stall() as stalls:
             await shelf.sweep_if_due()
         assert bus.available
