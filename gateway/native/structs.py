@@ -155,7 +155,7 @@ class OutputBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RespondRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The results of the calls that a run waits for, or text; one of both."""
+    """The results of all calls that a run waits for, each once; or text where it waits for none."""
 
     outputs: list[OutputBody] = []
     text: Annotated[str, Meta(max_length=MAX_TEXT_CHARS)] | None = None

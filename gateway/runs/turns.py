@@ -21,6 +21,7 @@ from gateway.flow.directory import EngineView
 from gateway.flow.places import Order, Places, submit_of
 from workers.messages import Dispatched, encode, inbox_key
 
+from .answering import misfit
 from .commands import Answered, ForkRun, ToolOutput
 from .ends import calls_of
 from .events import InputRequired, Resumed, TurnOpened
@@ -173,6 +174,9 @@ class Turns:
         assert run.order is not None and run.conversation is not None
         if run.state.phase is Phase.PAUSED:
             await self._keeper.spent(run)  # the turn that is cut off here
+        if step.response is not None and (misfits := misfit(run.state.calls, step.response.outputs)):
+            await self._driver.answer(run, _refused(step.response.command, misfits))
+            return True
         commands = [steer.command for steer in step.steers]
         added = [_message("user", "\n\n".join(steer.text for steer in step.steers))] if step.steers else []
         if step.response is not None:
@@ -183,8 +187,7 @@ class Turns:
         try:
             order = await run.conversation.extend(run.order, ids, added)
         except GatewayError as error:
-            answers = [Answered(command=c, error=error.kind, message=error.message) for c in commands]
-            await self._driver.answer(run, *answers)
+            await self._driver.answer(run, *(_refused(command, error) for command in commands))
             return True
         opened = TurnOpened(
             turn=run.state.turn + 1,
@@ -237,7 +240,7 @@ class Turns:
         except BusLost:
             raise
         except GatewayError as error:
-            return Answered(command=fork.command, error=error.kind, message=error.message)
+            return _refused(fork.command, error)
         return Answered(
             command=fork.command,
             applied="forked",
@@ -288,16 +291,18 @@ def _next_turn(state: RunState, opened: TurnOpened) -> TurnOpened | None:
     return opened if between and state.turn + 1 == opened.turn else None
 
 
+def _refused(command: str, error: GatewayError) -> Answered:
+    return Answered(command=command, error=error.kind, message=error.message)
+
+
 def _message(role: str, content: str, **more: str) -> bytes:
     return msgspec.json.encode({"role": role, "content": content, **more})
 
 
 def _response(run: Run, outputs: Sequence[ToolOutput], text: str) -> list[bytes]:
-    """Results in the order of their calls, then text."""
+    """Results in the order of their calls, which all have theirs, then text."""
     told = {output.call_id: output.output for output in outputs}
     added = [
-        _message("tool", told[call.id], tool_call_id=call.id, name=call.name)
-        for call in run.state.calls
-        if call.id in told
+        _message("tool", told[call.id], tool_call_id=call.id, name=call.name) for call in run.state.calls
     ]
     return [*added, _message("user", text)] if text else added

@@ -14,6 +14,7 @@ import msgspec
 from gateway.errors import Conflict, InvalidField, StillWaiting
 
 from . import outcomes
+from .answering import misfit
 from .commands import (
     CancelRun,
     ForkRun,
@@ -102,18 +103,14 @@ class Verbs:
     async def respond(
         self, run_id: str, outputs: Sequence[ToolOutput], text: str, command: str
     ) -> outcomes.Responded:
-        """Gives a run in input_required what it waits for."""
+        """Gives a run in input_required what it waits for. Raises InvalidField for anything else."""
         state = await self._recorder.state(run_id)
-        known = {call.id for call in state.calls}
-        is_asked = state.phase is Phase.INPUT_REQUIRED and command not in state.obeyed
         for index, output in enumerate(outputs):
             _check_text(f"outputs[{index}].output", output.output)
-            if is_asked and output.call_id not in known:
-                raise InvalidField(
-                    f"outputs[{index}].call_id",
-                    f"'outputs[{index}].call_id' is none of the calls that the run waits for: "
-                    f"{', '.join(sorted(known)) or 'it waits for text'}.",
-                )
+        if state.phase is Phase.INPUT_REQUIRED and command not in state.obeyed:
+            refusal = misfit(state.calls, outputs)
+            if refusal is not None:
+                raise refusal
         command = command_id(command)
         recorded = RespondRun(command=command, outputs=tuple(outputs), text=text)
         state = await self._recorder.record(run_id, recorded)

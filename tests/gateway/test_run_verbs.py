@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from gateway.errors import Conflict
-from gateway.runs.commands import ToolOutput
-from gateway.runs.events import InputRequired, Resumed, TurnOpened
+from gateway.errors import Conflict, InvalidField
+from gateway.runs.commands import Answered, RespondRun, ToolOutput, decode_command
+from gateway.runs.events import InputRequired, Resumed, TurnOpened, run_commands_key
 from tests.conftest import ValkeyServer
-from workers.messages import Finished, Paused, RunEnded
+from workers.messages import EVENT_FIELD, Finished, Paused, RunEnded, encode
 
 from .chatting import CALL, assert_adds_up, chatting, ended, generated, reaches, result, spec
 from .fake_engine import until
@@ -148,6 +148,53 @@ async def test_calls_wait_for_their_results_which_open_a_turn(valkey: ValkeyServ
         with pytest.raises(Conflict):
             await gate.runs.respond(run_id, outputs)
         assert (await result(gate, run_id)).text == "done"
+
+
+def asks_twice(prompt: str) -> str:
+    return "done" if "<tool_response>" in prompt else f"{CALL}\n{CALL.replace('/a', '/b')}"
+
+
+async def test_a_response_answers_all_calls_each_once(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, asks_twice) as engine, chatting(valkey.url) as gate:
+        run_id = await gate.runs.create(spec(tools=True))
+        state = await reaches(gate, run_id, "input_required")
+        one, two = [ToolOutput(call_id=call.id, output=call.arguments) for call in state.calls]
+        for outputs, param, named in (
+            ([one], "outputs", two.call_id),
+            ([two], "outputs", one.call_id),
+            ([one, two, one], "outputs[2].call_id", one.call_id),
+            ([one, ToolOutput(call_id="call_x", output="")], "outputs[1].call_id", two.call_id),
+            ([], "outputs", one.call_id),
+        ):
+            with pytest.raises(InvalidField) as caught:
+                await gate.runs.respond(run_id, outputs, "" if outputs else "text")
+            assert caught.value.param == param and named in caught.value.message
+        assert (await gate.runs.state(run_id)).turn == 1
+        assert (await gate.runs.respond(run_id, [two, one])).turn == 2
+        await ended(gate, run_id)
+        told = engine.prompt_of(1)
+        assert told.count("<tool_response>") == 2
+        assert told.rindex('{"path": "/a"}') < told.rindex('{"path": "/b"}'), "in the order of the calls"
+
+
+async def test_a_response_of_another_turn_that_its_owner_finds_is_refused(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, asks_twice), chatting(valkey.url) as gate:
+        run_id = await gate.runs.create(spec(tools=True))
+        state = await reaches(gate, run_id, "input_required")
+        early = RespondRun(command="r", outputs=(ToolOutput(call_id=state.calls[0].id, output="x"),))
+        with valkey.client() as client:  # recorded before the run came to wait
+            client.xadd(run_commands_key(run_id), {EVENT_FIELD: encode(early)})
+        run = gate.runs.mine(run_id)
+        assert run is not None
+        await gate.runs.driver.look(run)
+        assert (await gate.runs.state(run_id)).status == "input_required"
+        with valkey.client() as client:
+            ((_, fields),) = client.xrevrange(run_commands_key(run_id), count=1)
+        answered = decode_command(fields[EVENT_FIELD])
+        assert isinstance(answered, Answered)
+        assert (answered.command, answered.error) == ("r", "invalid_field")
+        assert state.calls[1].id in answered.message
+        await gate.runs.cancel(run_id, seconds=5)
 
 
 async def test_a_repeated_response_is_answered_the_same_while_the_run_waits_again(
