@@ -63,6 +63,7 @@ def result_of(told: Told, ended: RunEnded, now: float) -> RunResult:
         tool_calls=told.transcript.num_calls(told.transcript.current.said()),
         timings=state.timings,
         turns=state.turn,
+        ends=tuple(told.transcript.ends),
         checkpoints={str(name): position for name, position in state.checkpoints.items()},
         attempts=state.attempt,
         started=state.accepted_at,

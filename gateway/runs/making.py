@@ -6,6 +6,7 @@ Knows specs, and that prompts come from `Talk`; follows nothing.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from gateway.flow.places import Order
 
 from .commands import ForkRun
 from .keeping import Keeper
-from .reading import NOTHING, read_whole
+from .reading import read_whole
 from .run import Run
 from .spec import Budget, ForkPoint, RunSpec, decode_spec
 from .state import RunState
@@ -57,10 +58,7 @@ class Making:
         ids = await self._keeper.ids_of(at.run)
         if ids is None:
             raise Conflict("ids_gone", IDS_GONE)
-        state, transcript = await read_whole(self._bus, at.run)
-        if at.turn is not None and state == NOTHING:
-            raise Conflict("ids_gone", "The turns of that run are not kept any more: name a token instead.")
-        cut = cut_ids(ids, at, parent, transcript.ends)
+        cut = cut_ids(ids, at, parent, await self._ends_of(at.run))
         if cut is None:
             message = (
                 f"'at' is {at.turn or at.token or at.checkpoint}, but the run {at.run} has no such point: "
@@ -86,6 +84,14 @@ class Making:
         kept = conversation.kept_tokens(bytes(turn.ids), turn.text[: cut.start])
         point = msgspec.structs.replace(at, dropped_call=cut.name)
         return ids[: 4 * (turn.prompt_tokens + kept)], point
+
+    async def _ends_of(self, run_id: str) -> Sequence[int]:
+        """How many tokens an ended run had at each turn's end: its result is kept longer than its events."""
+        result = await self._keeper.result_of(run_id)
+        if result is not None and result.ends:
+            return result.ends
+        _, transcript = await read_whole(self._bus, run_id)
+        return transcript.ends
 
     async def take_over(self, run: Run) -> None:
         """Rebuilds what only the run's own gateway held, so that this one may go on. Raises GatewayError."""

@@ -55,6 +55,7 @@ class RunResult(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_calls: int = 0
     timings: Timings = Timings()
     turns: int = 0
+    ends: tuple[int, ...] = ()  # how many tokens it had at each turn's end, prompts included
     checkpoints: dict[str, int] = {}  # as in RunState
     attempts: int = 0
     started: float | None = None

@@ -14,7 +14,7 @@ from gateway.runs.events import Resumed, TurnOpened
 from gateway.runs.spec import Budget, ForkPoint
 from gateway.runs.told import CallDropped, tell
 from tests.conftest import ValkeyServer
-from workers.messages import Paused, Tokens
+from workers.messages import Paused, Tokens, run_events_key
 
 from .chatting import CALL, assert_adds_up, chatting, ended, generated, reaches, result, spec
 from .samples import TOOLS
@@ -101,6 +101,24 @@ async def test_forks_at_a_turns_end_and_at_a_token_of_an_ended_parent(valkey: Va
         prompts = [text_of(turn.submit.token_ids) for turn in engine.turns]
         assert sum("c3" in prompt and "more" in prompt for prompt in prompts) == 1
         assert not any("c2" in prompt and "more" in prompt for prompt in prompts)
+
+
+async def test_turns_of_a_run_can_be_forked_as_long_as_its_ids_are_kept(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers), chatting(valkey.url) as gate:
+        parent = await gate.runs.create(spec(on_end="await_input"))
+        await reaches(gate, parent, "input_required")
+        await gate.runs.respond(parent, text="more")
+        await reaches(gate, parent, "input_required")
+        await gate.runs.cancel(parent, seconds=5)
+        await ended(gate, parent)
+        ats = [ForkPoint(run=parent, turn=1), ForkPoint(run=parent, turn=2)]
+        before = [(await gate.runs.fork(at, spec("early"))).parent_tokens for at in ats]
+        with valkey.client() as client:  # as an hour after the end
+            client.delete(run_events_key(parent))
+        assert [(await gate.runs.fork(at, spec("late"))).parent_tokens for at in ats] == before
+        with pytest.raises(GatewayError) as caught:
+            await gate.runs.fork(ForkPoint(run=parent, turn=3), spec("none"))
+        assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("at", [{"turn": 3}, {"turn": 1}, {"token": 100_000}])
