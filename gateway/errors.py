@@ -111,6 +111,11 @@ class GatewayError(Exception):
         self.retry_after = retry_after  # seconds
         self.retryable = traits.retryable if retryable is None else retryable
 
+    @property
+    def retry_after_seconds(self) -> int | None:
+        """As the header Retry-After tells it; None: it does not."""
+        return None if self.retry_after is None else max(1, math.ceil(self.retry_after))
+
     def body(self) -> dict[str, Any]:
         """The OpenAI error object, as every endpoint and every failed stream sends it."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.kind}

@@ -25,9 +25,9 @@ async def spawn_batch(
     for start in range(0, len(runs), MAX_BATCH):
         part = runs[start : start + MAX_BATCH]
         spawned += await _send(wire, part, f"{key}/{start}", all_or_nothing=False)
-    again = [number for number, one in enumerate(spawned) if isinstance(one, Refused) and one.is_retryable]
-    found = await asyncio.gather(*(_spawn(wire, runs[number], f"{key}/{number}/again") for number in again))
-    for number, one in zip(again, found, strict=True):
+    busy = [(n, one) for n, one in enumerate(spawned) if isinstance(one, Refused) and one.is_retryable]
+    found = await asyncio.gather(*(_again(wire, runs[n], f"{key}/{n}/again", error) for n, error in busy))
+    for (number, _), one in zip(busy, found, strict=True):
         spawned[number] = one
     return spawned
 
@@ -38,15 +38,21 @@ async def _send(wire: Wire, runs: Sequence[RunFields], key: str, *, all_or_nothi
     return [_spawned(item) for item in batch.data]
 
 
-async def _spawn(wire: Wire, run: RunFields, key: str) -> Spawned:
-    """With the patience of a call of its own, which a request of many does not have for each of them."""
+async def _again(wire: Wire, run: RunFields, key: str, error: Refused) -> Spawned:
+    """With the patience of a call of its own, which a request of many does not have for each of them; and no
+    earlier than it was told.
+    """
+    delay = wire.tries().delay(error)
+    if delay is None:
+        return error
+    await asyncio.sleep(delay)
     try:
         return await wire.ask(
             Ask(method="POST", path="/v1/runs", body=encode_body(run), key=key), CreatedBody
         )
-    except Refused as error:
-        return error
+    except Refused as refused:
+        return refused
 
 
 def _spawned(item: BatchItem) -> Spawned:
-    return item.run if item.run is not None else told_error(item.error or {})
+    return item.run if item.run is not None else told_error(item.error or {}, item.retry_after)

@@ -130,12 +130,12 @@ def refused(
     return error
 
 
-def told_error(error: dict[str, Any]) -> Refused:
-    """An error object that stands in a batch's answer or in a stream."""
+def told_error(error: dict[str, Any], retry_after: float | None = None) -> Refused:
+    """An error object that stands in a batch's answer or in a stream. `retry_after`: seconds."""
     kind = str(error.get("code") or "internal_error")
     traits = KINDS.get(kind, KINDS["internal_error"])
     given = refused(traits.status, msgspec.json.encode({"error": error}))
-    given.is_retryable = traits.retryable
+    given.is_retryable, given.retry_after = traits.retryable, retry_after
     return given
 
 

@@ -5,7 +5,6 @@ Knows no endpoint.
 
 from __future__ import annotations
 
-import math
 import re
 import uuid
 
@@ -94,8 +93,8 @@ async def _tell(request: web.Request, error: GatewayError) -> web.StreamResponse
     body = dialect_of(request.path).error(error, request_id(request))
     response = json_response(body, status=error.status)
     response.headers["x-should-retry"] = "true" if error.retryable else "false"  # OpenAI's clients obey it
-    if error.retry_after is not None:
-        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.retry_after_seconds is not None:
+        response.headers["Retry-After"] = str(error.retry_after_seconds)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.status == 413:

@@ -172,6 +172,7 @@ class BatchItem(Struct, frozen=True, kw_only=True):
     status: int  # as HTTP's
     run: CreatedBody | None = None
     error: dict[str, Any] | None = None
+    retry_after: int | None = None  # seconds, as the header Retry-After would have told
 
 
 class BatchBody(Struct, frozen=True, kw_only=True):

@@ -151,7 +151,8 @@ async def _create_item(request: web.Request, wanted: _Wanted | GatewayError) -> 
 
 def _told(item: BatchItem | GatewayError) -> BatchItem:
     if isinstance(item, GatewayError):
-        return BatchItem(status=item.status, error=item.body()["error"])
+        seconds = item.retry_after_seconds
+        return BatchItem(status=item.status, error=item.body()["error"], retry_after=seconds)
     return item
 
 

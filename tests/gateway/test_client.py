@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,11 +26,13 @@ from gateway.client import (
     TokenText,
     Unreachable,
 )
+from gateway.errors import Overloaded
 from gateway.runs.told import Gap, RunAccepted, RunCompleted, RunProgress, RunResumed, RunSteered
 from tests.conftest import ValkeyServer
 
 from .flaky_proxy import FlakyProxy, flaky_proxy
 from .native_client import NativeClient
+from .native_gateway import native_gateway
 from .samples import TOOLS
 from .talking_engine import TalkingEngine
 from .test_native_real import FIRST, SECOND, answers, serving
@@ -163,6 +166,24 @@ async def test_a_batch_tells_for_each_run_what_became_of_it(client: Client) -> N
     assert isinstance(bad, Refused) and bad.param == "runs[1].priority"
     with pytest.raises(InvalidRequest, match=r"runs\[1\]"):
         await client.batch([{"input": "Hi"}, {"input": ""}], all_or_nothing=True)
+
+
+async def test_a_batch_asks_again_for_those_without_a_place_when_it_was_told_to(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with native_gateway(valkey.url, tmp_path) as native:
+        native.verbs.refusals = [None, Overloaded(1)]
+        begun = time.monotonic()
+        async with Client(native.url, patience=PATIENT) as client:
+            runs = await client.batch([{"input": "Hi"}, {"input": "Ho"}])
+        assert all(isinstance(run, RunHandle) for run in runs)
+        assert time.monotonic() - begun >= 1
+        native.verbs.refusals = [Overloaded(300)]
+        async with Client(native.url, patience=PATIENT) as client:
+            (refused,) = await client.batch([{"input": "Hi"}])
+        assert isinstance(refused, Refused) and refused.retry_after == 300, (
+            "beyond its patience"
+        )
 
 
 async def test_a_batch_may_be_longer_than_one_request(client: Client) -> None:

@@ -279,6 +279,13 @@ async def test_of_a_batch_each_is_taken_or_refused_on_its_own(native: Native) ->
     assert native.verbs.num_created == 2
 
 
+async def test_an_item_without_a_place_tells_when_to_come_again(native: Native) -> None:
+    native.verbs.refusals = [None, Overloaded(7), NoEngine("None.", retry_after=None)]
+    status, told = await native.call("POST", "/v1/runs/batch", {"runs": [HELLO] * 3})
+    assert (status, [item["status"] for item in told["data"]]) == (202, [202, 429, 503])
+    assert [item["retry_after"] for item in told["data"]] == [None, 7, None]
+
+
 async def test_a_batch_of_all_or_nothing_takes_none_where_one_is_refused(native: Native) -> None:
     batch = {"runs": [HELLO, HELLO, {"input": ""}], "all_or_nothing": True}
     status, told = await native.call("POST", "/v1/runs/batch", batch)
