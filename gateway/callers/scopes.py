@@ -11,7 +11,8 @@ from gateway.flow.classes import FlowClass
 
 Scope = Literal["read", "control", "approve", "admin"]
 """read: look at models, runs and figures. control: start calls and runs of one's own and steer them.
-approve: respond where a run asks for input. admin: all of it, for the runs of all tenants."""
+approve: respond where a run asks for input. admin: all of it, for the runs of all tenants: each by its id,
+and sessions and lists where `?tenant=` names whose."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 

@@ -13,15 +13,19 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from gateway.callers.scopes import Access, namespace_of
+from gateway.callers.scopes import LOCAL, Access, namespace_of
 from gateway.callers.tokens import Token, TokenError
-from gateway.errors import GatewayError, RateLimited
+from gateway.errors import GatewayError, RateLimited, shorten
 from metrics.hosts import LOOPBACK_HOSTS
 
-from .route import Call, route_of
+from .route import Call, Parameter, route_of
 from .state import STATE, State
 
 FORWARDED_HEADERS = ("Forwarded", "X-Real-IP", "Via")
+
+TENANT = Parameter(
+    "tenant", "For admins: another token's or group's name, or 'local' for calls without a token."
+)
 
 ACCESS_KEY = web.RequestKey("tetrarch_access", Access)
 
@@ -31,6 +35,20 @@ log = structlog.get_logger(__name__)
 def access_of(request: web.Request) -> Access:
     """Who calls. Nobody, as long as `check_access` has not let the request in."""
     return request[ACCESS_KEY] if ACCESS_KEY in request else Access()
+
+
+def tenant_of(request: web.Request) -> str:
+    """Whose sessions and lists are asked for: the caller's own, or those that `?tenant=` names. Raises
+    GatewayError `forbidden` for another's without the scope admin.
+    """
+    access, told = access_of(request), request.query.get("tenant")
+    if told is None:
+        return access.tenant
+    tenant = "" if told == LOCAL else told
+    if not access.sees(tenant):
+        message = f"'tenant' is '{shorten(told)}': for another than its own a call needs the scope 'admin'."
+        raise GatewayError("forbidden", message, param="tenant")
+    return tenant
 
 
 @web.middleware

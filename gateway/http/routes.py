@@ -9,6 +9,7 @@ from typing import Any
 
 from gateway.native.routes import ROUTES as NATIVE
 
+from .access import TENANT
 from .api import ChatRequest, CompletionRequest
 from .chat import post_chat
 from .completions import post_completion
@@ -92,6 +93,7 @@ SESSIONS = (
         body=CancelRequest,
         answers={200: SessionCancelled},
         is_body_optional=True,
+        parameters=(TENANT,),
     ),
 )
 

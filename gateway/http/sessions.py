@@ -10,7 +10,7 @@ from gateway.callers.hints import clean
 from gateway.errors import GatewayError, InvalidField
 from workers.messages import CancelAgents
 
-from .access import access_of
+from .access import tenant_of
 from .fields import bad_field
 from .state import STATE
 from .stream import json_response
@@ -35,7 +35,7 @@ async def post_cancel(request: web.Request) -> web.Response:
     Runs of all gateways are reached, those in line too.
     """
     state = request.app[STATE]
-    tenant = access_of(request).tenant
+    tenant = tenant_of(request)
     session = _name("session", request.match_info["session"])
     asked = _asked(await request.read())
     agent = "" if asked.agent is None else _name("agent", asked.agent)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.callers.hints import clean
 from gateway.errors import Conflict, GatewayError, InvalidField
-from gateway.http.access import access_of
+from gateway.http.access import tenant_of
 from gateway.http.fields import bad_field
 from gateway.http.stream import json_response
 from gateway.runs.events import run_commands_key
@@ -45,7 +45,7 @@ async def shown(request: web.Request, run_id: str) -> RunBody:
 
 
 async def get_runs(request: web.Request) -> web.Response:
-    """The caller's runs, newest first."""
+    """The caller's runs, or those of another tenant for an admin; newest first."""
     query = request.query
     limit = whole_number(query, "limit", 100, MAX_LISTED)
     if not limit:
@@ -64,7 +64,7 @@ async def get_runs(request: web.Request) -> web.Response:
     )
     try:
         page = await store_of(request).index.find(
-            access_of(request).tenant, which, before=query.get("before"), limit=limit
+            tenant_of(request), which, before=query.get("before"), limit=limit
         )
     except ValueError:
         raise bad_field("before", query["before"], remedy="the 'next' of an earlier page") from None
@@ -113,7 +113,7 @@ async def session_runs(request: web.Request) -> tuple[str, Sequence[RunNote]]:
     session = clean(given)
     if not session:
         raise InvalidField("session", "'session' must be the name of a session.")
-    notes = await store_of(request).index.of_session(access_of(request).tenant, session)
+    notes = await store_of(request).index.of_session(tenant_of(request), session)
     if not notes:
         raise GatewayError("not_found", f"There is no session '{session}', or its runs are over a week old.")
     return session, notes

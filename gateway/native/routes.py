@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.http.access import TENANT
 from gateway.http.route import Parameter, Route
 
 from .bodies import BatchBody, CreatedBody, RunBody, RunList, TreeBody, VerbBody, WaitBody
@@ -138,6 +139,7 @@ LOOKING = (
             ),
             Parameter("before", "The 'next' of an earlier page."),
             Parameter("limit", "The most that are told, up to 500.", type=int),
+            TENANT,
         ),
     ),
     Route(
@@ -176,6 +178,7 @@ SESSIONS = (
         scope="read",
         summary="A session's agents and their runs.",
         answers={200: TreeBody},
+        parameters=(TENANT,),
     ),
     Route(
         method="GET",
@@ -185,7 +188,7 @@ SESSIONS = (
         summary="What happens to all runs of a session, in one stream.",
         answers={},
         events=(SessionEvent,),
-        parameters=AFTER,
+        parameters=(*AFTER, TENANT),
     ),
 )
 

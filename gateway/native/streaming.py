@@ -16,7 +16,7 @@ from aiohttp import web
 from gateway.bus import StreamGone
 from gateway.dialects.frames import Frame, Silence, Voice
 from gateway.errors import GatewayError, InvalidField
-from gateway.http.access import access_of
+from gateway.http.access import tenant_of
 from gateway.http.state import STATE
 from gateway.http.stream import STREAM_HEADERS, STREAM_KEY, SseStream
 from gateway.runs.event_ids import id_pair
@@ -67,7 +67,7 @@ async def get_session_events(request: web.Request) -> web.StreamResponse:
     """What happens to all runs of a session, from the start or behind an id of this stream."""
     after, follows = _after(request), flag(request.query, "follow", default=True)
     session, _ = await session_runs(request)
-    where, log = (access_of(request).tenant, session), store_of(request).session_log
+    where, log = (tenant_of(request), session), store_of(request).session_log
     lacks = await log.lacks(*where, after)
     if lacks:
         first = await log.read(*where, count=1)

@@ -181,9 +181,7 @@ async def test_a_batch_asks_again_for_those_without_a_place_when_it_was_told_to(
         native.verbs.refusals = [Overloaded(300)]
         async with Client(native.url, patience=PATIENT) as client:
             (refused,) = await client.batch([{"input": "Hi"}])
-        assert isinstance(refused, Refused) and refused.retry_after == 300, (
-            "beyond its patience"
-        )
+        assert isinstance(refused, Refused) and refused.retry_after == 300, "beyond its patience"
 
 
 async def test_a_batch_may_be_longer_than_one_request(client: Client) -> None:

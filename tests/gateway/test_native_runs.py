@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gateway.callers.tokens import Grant
 from gateway.runs.events import CallAsked, InputRequired
 from gateway.store.results import ResultCall, ResultError
 from tests.conftest import ValkeyServer
@@ -335,3 +336,29 @@ async def test_a_stream_that_was_seen_to_its_end_is_not_opened_again(native: Nat
         f"{native.url}/v1/runs/{run_id}/events", headers={"Last-Event-ID": RUN_END_ID}
     ) as response:
         assert response.status == 204
+
+
+async def test_an_admin_names_whose_sessions_it_looks_at_and_ends(native: Native) -> None:
+    bob, root = native.tokens.add("bob"), native.tokens.add("root", Grant(scopes=("admin",)))
+    local = await native.create(session="s")
+    body = {"input": "Hi", "session": "s", "agent": "of-bob"}
+    status, told = await native.call("POST", "/v1/runs", body, Authorization=f"Bearer {bob}")
+    assert status == 202
+    for tenant, run_id in (("bob", told["id"]), ("local", local)):
+        headers = {"Authorization": f"Bearer {root}"}
+        _, listed = await native.call("GET", f"/v1/runs?tenant={tenant}", **headers)
+        assert [run["id"] for run in listed["data"]] == [run_id]
+        _, tree = await native.call("GET", f"/v1/sessions/s/tree?tenant={tenant}", **headers)
+        assert [run["id"] for agent in tree["agents"] for run in agent["runs"]] == [run_id]
+        path = f"/v1/sessions/s/events?follow=false&tenant={tenant}"
+        assert {event["run"] for event in await native.stream(path, None, **headers)} == {run_id}
+        status, _ = await native.call("POST", f"/v1/sessions/s/cancel?tenant={tenant}", **headers)
+        assert status == 200
+        assert native.verbs.cancelled_agents[-1][0].tenant == ("" if tenant == "local" else "bob")
+        assert (await native.call("GET", "/v1/sessions/s/tree", **headers))[0] == 404, "its own"
+    for path in ("/v1/runs", "/v1/sessions/s/tree", "/v1/sessions/s/events"):
+        status, told = await native.call("GET", f"{path}?tenant=local", Authorization=f"Bearer {bob}")
+        assert (status, told["error"]["param"]) == (403, "tenant")
+    status, told = await native.call("POST", "/v1/sessions/s/cancel?tenant=bob")
+    assert (status, told["error"]["code"]) == (403, "forbidden")
+    assert (await native.call("GET", "/v1/runs?tenant=bob", Authorization=f"Bearer {bob}"))[0] == 200
