@@ -12,11 +12,9 @@ from gateway.errors import Conflict, GatewayError, InvalidField
 from gateway.http.access import tenant_of
 from gateway.http.fields import bad_field
 from gateway.http.stream import json_response
-from gateway.runs.events import run_commands_key
+from gateway.runs.forgetting import forget
 from gateway.runs.outcomes import FINAL
 from gateway.store.index import Filter, RunNote
-from gateway.store.keys import run_key
-from workers.messages import RUNS_LIVE_KEY, run_events_key
 
 from .access import own_run, state_of, store_of
 from .bodies import RunBody, RunList, TreeBody
@@ -72,23 +70,15 @@ async def get_runs(request: web.Request) -> web.Response:
 
 
 async def delete_run(request: web.Request) -> web.Response:
-    """Forgets an ended run: its events, its result, its ids. What was forked from it stays, and the key that
-    made it makes it no more.
+    """Forgets an ended run: its events, its result, its ids, the response that it was. What was forked from
+    it stays, and the key that made it makes it no more.
     """
     run_id, state = await own_run(request)
     if state.status not in FINAL:
         raise Conflict(
             "run_live", f"{run_id} has not ended: it is {state.status}. Cancel it first, or wait for its end."
         )
-    store, spec = store_of(request), state.spec
-    await store.idempotency.bury(run_id)
-    pipeline = store.bus.commands.pipeline(transaction=True)
-    pipeline.delete(run_events_key(run_id), run_commands_key(run_id), run_key(run_id, "mirrored"))
-    pipeline.srem(RUNS_LIVE_KEY, run_id)
-    await store.bus.execute(pipeline)
-    await store.ids.remove(run_id)
-    await store.index.remove(RunNote(run_id=run_id, created=0, tenant=spec.tenant, session=spec.session))
-    await store.results.remove(run_id)
+    await forget(store_of(request), run_id)
     return json_response({"id": run_id, "object": "run", "deleted": True})
 
 

@@ -19,7 +19,6 @@ from gateway.flow.places import Places
 from gateway.tasks import Border, Tasks
 from workers.messages import (
     RUN_END_ID,
-    RUNS_LIVE_KEY,
     Cancel,
     Pause,
     RunEnded,
@@ -27,7 +26,6 @@ from workers.messages import (
     TurnEnd,
     encode,
     inbox_key,
-    run_events_key,
 )
 
 from .astray import Astray
@@ -35,6 +33,7 @@ from .commands import Answered, ForkRun
 from .ends import Told
 from .event_ids import StreamGap, follows, id_pair
 from .events import AnyEvent, decode, run_commands_key
+from .forgetting import clear
 from .keeping import Keeper
 from .run import Run, RunEvent, closes_turn
 from .state import Phase, RunState, cancelled, failed, fold, paused
@@ -42,9 +41,6 @@ from .steps import AskCaller, AskEngine, End, Enter, Fork, GoOn, Open, Refuse, S
 from .telling import Telling
 from .turns import Turns
 from .wishes import note
-
-EXPIRE_SECONDS = 3600
-"""How long an ended run's events can still be read."""
 
 GATEWAY_LOST = "The gateway that took this call stopped before it was sent to an engine. Send it again."
 
@@ -390,12 +386,8 @@ class Driver:
 
     async def clear(self, run_id: str) -> None:
         """An ended run leaves the list of live ones; its events stay for an hour. Safe to repeat."""
-        pipeline = self._bus.commands.pipeline(transaction=False)
-        pipeline.srem(RUNS_LIVE_KEY, run_id)
-        pipeline.expire(run_events_key(run_id), EXPIRE_SECONDS)
-        pipeline.expire(run_commands_key(run_id), EXPIRE_SECONDS)
         try:
-            await self._bus.execute(pipeline)
+            await clear(self._keeper.store, run_id)
         except BusLost:
             log.info("run_not_cleared")  # the caretaker finds it ended
 

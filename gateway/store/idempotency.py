@@ -17,7 +17,7 @@ from gateway.bus import Bus
 from gateway.errors import Conflict, shorten
 from workers.messages import run_events_key
 
-from .keys import DAY_SECONDS, named_key, run_key
+from .keys import DAY_SECONDS, grave_key, named_key, run_key
 from .watched import watched
 
 CLAIM_SECONDS = 5.0
@@ -98,10 +98,10 @@ class Idempotency:
         return found is not None and _decode(found).is_made
 
     async def bury(self, run_id: str) -> None:
-        """The run is about to be deleted: a key for it whose gateway did not live to settle it makes it no
-        more. Raises BusLost.
+        """The run is deleted, or will be at its end: a key for it whose gateway did not live to settle it
+        makes it no more. Raises BusLost.
         """
-        await self._bus.answered(self._bus.commands.set(_grave_key(run_id), b"", ex=DAY_SECONDS))
+        await self._bus.answered(self._bus.commands.set(grave_key(run_id), b"", ex=DAY_SECONDS))
 
     async def release(self, tenant: str, key: str, run_id: str) -> None:
         """The run that was claimed with this id will not come to be: it was refused. Safe to repeat; raises
@@ -122,7 +122,7 @@ class Idempotency:
             run_events_key(run_id),
             run_key(run_id, "result"),
             run_key(run_id, "note"),
-            _grave_key(run_id),
+            grave_key(run_id),
         )
         return bool(await self._bus.answered(self._bus.commands.exists(*keys)))
 
@@ -135,10 +135,6 @@ class Idempotency:
             return True
 
         return await watched(self._bus, [name], decide)
-
-
-def _grave_key(run_id: str) -> str:
-    return run_key(run_id, "deleted")
 
 
 def _conflict(key: str, run_id: str) -> Conflict:

@@ -20,6 +20,11 @@ def run_key(run_id: str, part: str) -> str:
     return f"{KEY_PREFIX}run:{run_id}:{part}"
 
 
+def grave_key(run_id: str) -> str:
+    """That the run was deleted, or is to be once it has ended."""
+    return run_key(run_id, "deleted")
+
+
 def named_key(kind: str, *names: str) -> str:
     """A key for names that callers chose: hostile ones cannot make two keys one, nor a key long."""
     told = msgspec.json.encode([name.encode(errors="surrogatepass") for name in names])

@@ -44,6 +44,12 @@ class ResponseStore:
         """Keeps it in the place of its beginning; False where that is gone, or deleted. Raises BusLost."""
         return await self._shelf.replace(response, _encode(stored), _is_there, stored.chain)
 
+    async def delete(self, response: str) -> None:
+        """It cannot be read any more, if it is there. Safe to repeat; raises BusLost."""
+        (found,) = await self.get([response])
+        if found is not None and not found.is_deleted:
+            await self.put(response, StoredResponse(tenant=found.tenant, is_deleted=True))
+
     async def get(self, responses: Sequence[str]) -> list[StoredResponse | None]:
         """None for each that is not there, or no more. Raises BusLost."""
         return [None if found is None else _read(found) for found in await self._shelf.get(responses)]

@@ -120,6 +120,90 @@ async def test_a_deleted_run_is_not_run_again_by_its_key(client: NativeClient, e
     assert len(engine.turns) == num_asked == 1
 
 
+async def ask(client: NativeClient, **fields: Any) -> tuple[str, str]:
+    """A response of OpenAI's API, and the run behind it."""
+    status, told = await client.call("POST", "/v1/responses", {"input": "Hi", **fields})
+    assert status == 200, told
+    return told["id"], f"run-{told['id'].removeprefix('resp_')}"
+
+
+async def is_gone(client: NativeClient, response: str, run_id: str) -> bool:
+    """From everywhere."""
+    paths = (
+        f"/v1/runs/{run_id}",
+        f"/v1/runs/{run_id}/events",
+        f"/v1/responses/{response}",
+        f"/v1/responses/{response}?stream=true",
+        f"/v1/responses/{response}/input_items",
+    )
+    statuses = []
+    for path in paths:
+        async with client.http.get(client.url + path) as answer:
+            statuses.append(answer.status)
+    listed = (await client.call("GET", "/v1/runs"))[1]["data"]
+    return statuses == [404] * len(paths) and run_id not in [run["id"] for run in listed]
+
+
+@pytest.mark.parametrize("by", ["response", "run"])
+async def test_a_response_and_its_run_are_deleted_together(
+    client: NativeClient, valkey: ValkeyServer, by: str
+) -> None:
+    response, run_id = await ask(client)
+    await reaches(client, run_id, lambda told: told["result"] is not None)
+    assert (await client.call("GET", f"/v1/responses/{response}"))[0] == 200
+    with valkey.client() as connection:  # kept a moment behind the end
+        await until(lambda: bool(connection.exists(f"tetrarch:1:run:{run_id}:ids")))
+    _, child = await client.call("POST", f"/v1/runs/{run_id}/fork", {"input": "And you?"})
+    before = await reaches(client, child["id"], lambda told: told["status"] == "completed")
+    path = f"/v1/responses/{response}" if by == "response" else f"/v1/runs/{run_id}"
+    assert (await client.call("DELETE", path))[0] == 200
+    assert await is_gone(client, response, run_id)
+    with valkey.client() as connection:
+        left = connection.scan_iter(f"*{run_id.removeprefix('run-')}*")
+        assert {key.decode().rsplit(":", 1)[-1] for key in left if b":ids:" not in key} <= {
+            "deleted",
+            "response",  # that it is deleted
+            "ids-removed",
+        }
+    assert (await client.call("DELETE", path))[0] == 404
+    status, told = await client.call(
+        "POST", "/v1/responses", {"input": "?", "previous_response_id": response}
+    )
+    assert (status, told["error"]["code"]) == (400, "previous_response_not_found")
+    assert await get(client, child["id"]) == before
+    status, told = await client.call("POST", f"/v1/runs/{child['id']}/fork", {"input": "And now?"})
+    assert status == 202 and told["parent_tokens"] > before["fork"]["tokens"]
+
+
+async def test_a_running_response_that_is_deleted_leaves_no_run(
+    client: NativeClient, engine: TalkingEngine
+) -> None:
+    engine.allowed = 3
+    response, run_id = await ask(client, background=True)
+    await reaches(client, run_id, lambda told: told["usage"]["completion_tokens"] == 3)
+    assert (await client.call("DELETE", f"/v1/responses/{response}"))[0] == 200
+    async with asyncio.timeout(10):
+        while not await is_gone(client, response, run_id):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)  # what its owner still keeps behind the end
+    assert await is_gone(client, response, run_id)
+
+
+async def test_a_run_that_was_deleted_while_it_lived_is_forgotten_at_its_end(
+    client: NativeClient, engine: TalkingEngine, valkey: ValkeyServer
+) -> None:
+    engine.allowed = 3
+    run_id = await client.create()
+    await reaches(client, run_id, lambda told: told["usage"]["completion_tokens"] == 3)
+    with valkey.client() as connection:  # by a gateway that did not see its end
+        connection.set(f"tetrarch:1:run:{run_id}:deleted", b"")
+    engine.allowed = None
+    async with asyncio.timeout(10):
+        while (await client.call("GET", f"/v1/runs/{run_id}"))[0] != 404:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (await client.call("GET", "/v1/runs"))[1]["data"] == []
+
+
 async def test_a_run_is_steered_paused_and_resumed(client: NativeClient, engine: TalkingEngine) -> None:
     engine.allowed = 3
     run_id = await client.create()

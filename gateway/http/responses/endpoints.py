@@ -19,6 +19,7 @@ from gateway.http.fields import bad_field, read_fields
 from gateway.http.requests import prepare_chat
 from gateway.http.state import STATE
 from gateway.http.stream import RUN_KEY, Following, Told, answer_run, is_shown, json_response
+from gateway.runs.forgetting import forget
 from gateway.store.responses import MAX_RESPONSE_BYTES, StoredResponse, fits
 from gateway.text.prompts import is_small
 
@@ -119,15 +120,31 @@ async def post_cancel(request: web.Request) -> web.StreamResponse:
 
 
 async def delete_response(request: web.Request) -> web.StreamResponse:
-    """DELETE /v1/responses/{id}: it cannot be read any more. A running one ends."""
+    """DELETE /v1/responses/{id}: it cannot be read any more, nor its run. A running one ends."""
     response = request.match_info["id"]
-    request[RUN_KEY] = stored_run(response)
+    request[RUN_KEY] = run_id = stored_run(response)
     shelves = shelves_of(request)
     stored = await shelves.get(response)
-    if stored is None or not stored.body:
-        await _cancel(request, response)
-    await shelves.delete(response)
+    has_ended = (stored is not None and bool(stored.body)) or await _end_for_good(request, response)
+    if has_ended:
+        await forget(request.app[STATE].store, run_id)
     return json_response({"id": response, "object": "response", "deleted": True})
+
+
+async def _end_for_good(request: web.Request, response: str) -> bool:
+    """Ends a response that is to be deleted, so that its end is not kept. Whether it has ended by now: else
+    it is forgotten at its end. Raises ResponseNotFound.
+    """
+    await _told(request, response)
+    shelves, run_id = shelves_of(request), stored_run(response)
+    await shelves.delete(response)
+    await request.app[STATE].store.idempotency.bury(run_id)
+    await request.app[STATE].runs.cancel(run_id)
+    with contextlib.suppress(TimeoutError, RunNotFound):
+        async with asyncio.timeout(CANCEL_SECONDS):
+            await told_run(request.app[STATE].runs, run_id)
+            return True
+    return False
 
 
 async def get_input_items(request: web.Request) -> web.StreamResponse:
