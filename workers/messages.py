@@ -252,6 +252,8 @@ class Dispatched(Message, frozen=True, kw_only=True):
     engine_id: str
     incarnation: int
     turn: int = 1  # of the run; a turn that was paused or lost is sent again under its number
+    cached_tokens: int = 0  # of its prompt, that the gateway believed to be in that engine's cache
+    reason: str = ""  # why it chose that engine: gateway/flow/router.py
 
 
 MissCause = Literal["diverged", "evicted", "never_published", "other_namespace"]

@@ -48,9 +48,9 @@ def line_of(event: PublicEvent) -> str | None:
         case RunAccepted():
             return f"accepted: {one_line(event.model, 60)}, {event.prompt_tokens:,} prompt tokens"
         case RunRouted(turn=turn, attempt=attempt):
-            return f"turn {turn} sent to engine {one_line(event.engine, 40)}" + (
-                f", attempt {attempt}" if attempt > 1 else ""
-            )
+            again = f", attempt {attempt}" if attempt > 1 else ""
+            engine = f"{one_line(event.engine, 40)} ({one_line(event.reason, 20)})"
+            return f"turn {turn} sent to engine {engine}{again}"
         case RunStarted():
             missed = f", the rest computed again: {event.missed}" if event.missed else ""
             return (

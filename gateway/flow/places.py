@@ -19,7 +19,7 @@ from .directory import Directory, EngineView
 from .orders import Order, line_of, submit_of
 from .outlook import NO_OUTLOOK, Ahead, Outlook, at_engine, in_line
 from .rates import AnswerLengths, MovingMean, Rates, retry_after_seconds, together
-from .router import Candidate, Memory, pick
+from .router import Candidate, Memory, Reason, Route, pick
 from .watch import FlowWatch, Unwatched
 
 __all__ = ["Order", "Places", "Release", "Reservation", "submit_of"]
@@ -29,10 +29,12 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A turn that goes to an engine now."""
+    """A turn that goes to an engine now, which is believed to have so much of its prompt."""
 
     run_id: str
     engine: EngineView
+    reason: Reason
+    cached_tokens: int = 0
 
 
 class Reservation:
@@ -269,7 +271,8 @@ class Places:
             )
             self._memory.place((order.agent, order.session), route.engine_id)
             self._send(ticket, order, engine, route.uncached_tokens)
-            return Release(ticket.run_id, engine)
+            cached = order.prompt_tokens - route.uncached_tokens
+            return Release(ticket.run_id, engine, _reason(order, route), cached)
         return None
 
     def _send(self, ticket: Ticket, order: Order, engine: EngineView, uncached_tokens: int) -> None:
@@ -323,6 +326,12 @@ class Places:
 
     def _show_waiting(self, flow_class: FlowClass) -> None:
         self._watch.waiting(flow_class, self._admission.num_waiting_of(flow_class))
+
+
+def _reason(order: Order, route: Route) -> Reason:
+    if route.is_sticky:
+        return "held" if order.prefers else "kin"
+    return "cold" if route.cold else "cost"
 
 
 def _rates_of(engine: EngineView) -> Rates:

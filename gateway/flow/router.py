@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .rates import ANSWER_TOKENS, Rates
 
@@ -21,6 +22,14 @@ COLD_SHARE = 0.5
 MEMORY_BYTES = 64 << 20
 MEMORY_PROMPTS = 32
 """Prompts kept per engine; both bounds hold for each."""
+
+
+Reason = Literal["held", "kin", "cost", "cold", "resent"]
+"""Why an engine got a turn. held: it has what the turn goes on from, an earlier attempt or a fork's parent.
+kin: the agent's last turn went there, or its parent's, or its session's. cost: it takes the fewest seconds
+to the first token. cold: no engine is believed to hold much of the prompt, so the least busy one. resent:
+the engine before was lost.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class Route:
     engine_id: str
     uncached_tokens: int
     cold: bool
+    is_sticky: bool = False  # it stays where it was
 
 
 def cost_seconds(prompt_tokens: int, candidate: Candidate) -> float:
@@ -62,14 +72,14 @@ def pick(prompt_tokens: int, candidates: Sequence[Candidate], sticky: str | None
     chosen = best
     for candidate in candidates:
         if candidate.engine_id == sticky and costs[sticky] <= costs[best.engine_id] + STICKY_SECONDS:
-            return _route(prompt_tokens, candidate, cold=cold)
+            return _route(prompt_tokens, candidate, cold=cold, is_sticky=True)
     if cold:
         chosen = min(candidates, key=lambda c: (c.queued_tokens, c.num_turns, c.last_cold, c.engine_id))
     return _route(prompt_tokens, chosen, cold=cold)
 
 
-def _route(prompt_tokens: int, chosen: Candidate, *, cold: bool) -> Route:
-    return Route(chosen.engine_id, max(prompt_tokens - chosen.covered_tokens, 1), cold)
+def _route(prompt_tokens: int, chosen: Candidate, *, cold: bool, is_sticky: bool = False) -> Route:
+    return Route(chosen.engine_id, max(prompt_tokens - chosen.covered_tokens, 1), cold, is_sticky)
 
 
 class Memory:

@@ -16,6 +16,7 @@ import structlog
 from gateway.bus import Bus, BusLost, StreamGone
 from gateway.errors import Conflict, GatewayError, NoEngine, RunNotFound
 from gateway.flow.directory import Directory
+from gateway.flow.places import Release
 from gateway.tasks import Border, Tasks, repeat
 from metrics.logs import about_run
 from workers.messages import RUNS_LIVE_KEY, TurnEnd, gateway_lease_key, run_attendant_key, run_events_key
@@ -238,7 +239,8 @@ class Caretaker:
             if engines:
                 log.info("turn_sent_again", engine=engines[0].info.engine_id)
                 run.num_resent += 1
-                return self._runs.driver.turns.dispatch(run, engines[0], state.attempt)
+                release = Release(run.run_id, engines[0], "resent")
+                return self._runs.driver.turns.dispatch(run, release, state.attempt)
             if not self._waited(run, now):
                 return None
         return self._runs.driver.fail(run, "engine_lost", ENGINE_LOST)

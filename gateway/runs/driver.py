@@ -182,7 +182,7 @@ class Driver:
         for release in self._places.releases():
             run = self.runs[release.run_id]
             run.is_released = True
-            self.spawn(run, self.turns.dispatch(run, release.engine))
+            self.spawn(run, self.turns.dispatch(run, release))
 
     def _asked(self, run: Run, step: AskEngine) -> int | None:
         return run.cancelled_attempt if step.what == "cancel" else run.paused_attempt

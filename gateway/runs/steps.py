@@ -177,8 +177,15 @@ def _turn_ended(view: View) -> Step:
         case Cancelled() as end:
             return End(view.over or _cancel_end(left) or end_of(end))
         case Failed() as end:
-            return End(end_of(end))
+            return End(_rejection(view.state, end) or end_of(end))
     raise AssertionError(view.state)
+
+
+def _rejection(state: RunState, end: Failed) -> RunEnded | None:
+    """The end of a run that no engine was ever given, and that none ever could."""
+    if state.incarnation is not None or end.retryable:
+        return None
+    return RunEnded(state="rejected", error=end.error, message=end.message)
 
 
 def _finished(view: View) -> Step:

@@ -77,11 +77,17 @@ class RunAccepted(Told, frozen=True, kw_only=True, tag="run.accepted"):
 
 
 class RunRouted(Told, frozen=True, kw_only=True, tag="run.routed"):
-    """A turn was sent to an engine. A further attempt of the same turn begins after a pause or a loss."""
+    """A turn was sent to an engine, which gives it a worker (run.started). A further attempt of the same turn
+    begins after a pause or a loss. `reason`: held, it has what the turn goes on from; kin, the agent's, its
+    parent's or its session's last turn went there; cost, it takes the fewest seconds to the first token;
+    cold, none is believed to hold much of the prompt; resent, the engine before was lost.
+    """
 
     engine: str
     turn: int
     attempt: int
+    cached_tokens: int = 0  # of its prompt, that the gateway believes to be there
+    reason: str = ""
 
 
 class RunStarted(Told, frozen=True, kw_only=True, tag="run.started"):
@@ -185,7 +191,7 @@ class RunExpired(_End, frozen=True, kw_only=True, tag="run.expired"):
 
 
 class RunRejected(_End, frozen=True, kw_only=True, tag="run.rejected"):
-    """It could not be taken."""
+    """It was accepted, and then no engine could be given it: what it is made of is not kept any more, say."""
 
 
 class RunDerailed(_End, frozen=True, kw_only=True, tag="run.derailed"):
@@ -311,8 +317,8 @@ def _tell_steps(
     run_id: str, event: Dispatched | Started | Resumed | TurnOpened | InputRequired, state: RunState
 ) -> list[Lifecycle]:
     match event:
-        case Dispatched(engine_id=engine):
-            return [RunRouted(run=run_id, engine=engine, turn=state.turn, attempt=state.attempt)]
+        case Dispatched():
+            return [_routed(run_id, event, state)]
         case Started():
             return [_started(run_id, event, state)]
         case Resumed():
@@ -325,6 +331,17 @@ def _tell_steps(
         case InputRequired(calls=calls):
             asked = tuple(AskedCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls)
             return [RunInputRequired(run=run_id, turn=state.turn, calls=asked)]
+
+
+def _routed(run_id: str, event: Dispatched, state: RunState) -> RunRouted:
+    return RunRouted(
+        run=run_id,
+        engine=event.engine_id,
+        turn=state.turn,
+        attempt=state.attempt,
+        cached_tokens=event.cached_tokens,
+        reason=event.reason,
+    )
 
 
 def _started(run_id: str, event: Started, state: RunState) -> RunStarted:

@@ -17,8 +17,7 @@ import structlog
 
 from gateway.bus import Bus, BusLost
 from gateway.errors import GatewayError
-from gateway.flow.directory import EngineView
-from gateway.flow.places import Order, Places, submit_of
+from gateway.flow.places import Order, Places, Release, submit_of
 from workers.messages import Dispatched, encode, inbox_key
 
 from .answering import misfit
@@ -86,7 +85,7 @@ class Turns:
             prefers=order.prefers if run.state.attempt == 0 else run.state.engine_id or "",
         )
 
-    async def dispatch(self, run: Run, engine: EngineView, lost_attempt: int | None = None) -> None:
+    async def dispatch(self, run: Run, release: Release, lost_attempt: int | None = None) -> None:
         """Sends the turn as a new attempt if it waits, or if that attempt was lost without a token; waits for
         a lost bus.
         """
@@ -94,7 +93,7 @@ class Turns:
             async with run.lock:
                 while run.run_id in self._driver.runs:
                     try:
-                        await self._try_dispatch(run, engine, lost_attempt)
+                        await self._try_dispatch(run, release, lost_attempt)
                         break
                     except BusLost:
                         if run.state.phase is Phase.DISPATCHED:
@@ -141,8 +140,8 @@ class Turns:
                     )
         await self._driver.nudge(run)
 
-    async def _try_dispatch(self, run: Run, engine: EngineView, lost_attempt: int | None) -> None:
-        order, info = self.attempt_order(run), engine.info
+    async def _try_dispatch(self, run: Run, release: Release, lost_attempt: int | None) -> None:
+        order, info = self.attempt_order(run), release.engine.info
         if lost_attempt is None and not isinstance(next_step(run.view(time.time())), Enter):
             self._places.leave(run.run_id)  # something else is to be done first
             return
@@ -155,10 +154,16 @@ class Turns:
             was_lost = state.is_on_engine and state.attempt == lost_attempt and not state.attempt_tokens
             if state.phase is not Phase.WAITING and not was_lost:
                 return None
-            return Dispatched(engine_id=info.engine_id, incarnation=info.incarnation, turn=state.turn)
+            return Dispatched(
+                engine_id=info.engine_id,
+                incarnation=info.incarnation,
+                turn=state.turn,
+                cached_tokens=release.cached_tokens,
+                reason=release.reason,
+            )
 
         if await self._driver.write(run, make):
-            self._places.move(run.run_id, engine)
+            self._places.move(run.run_id, release.engine)
             submit = submit_of(order, run.run_id, run.state.attempt, info)
             await self._bus.send(inbox_key(info.engine_id), encode(submit))
 

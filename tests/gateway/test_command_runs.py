@@ -182,7 +182,8 @@ def test_ends_and_attempts_are_told() -> None:
     )
     cancelled = RunCancelled(run="r", usage=UsageBody(), turns=1, error=None, message=None)
     assert line_of(cancelled) == "cancelled; 0 prompt tokens (0 cached), 0 output tokens"
-    assert line_of(RunRouted(run="r", engine="e", turn=1, attempt=2)) == "turn 1 sent to engine e, attempt 2"
+    routed = RunRouted(run="r", engine="e", turn=1, attempt=2, cached_tokens=3, reason="held")
+    assert line_of(routed) == "turn 1 sent to engine e (held), attempt 2"
 
 
 def test_ages_have_two_digits() -> None:

@@ -231,6 +231,30 @@ async def test_a_run_is_steered_paused_and_resumed(client: NativeClient, engine:
     ]
 
 
+async def test_a_run_tells_why_its_engine_was_chosen(client: NativeClient, engine: TalkingEngine) -> None:
+    async def routed(run_id: str) -> list[tuple[str, int]]:
+        events = await client.stream(f"/v1/runs/{run_id}/events")
+        assert events[-1]["type"] == "run.completed"
+        return [(told["reason"], told["cached_tokens"]) for told in events if told["type"] == "run.routed"]
+
+    engine.allowed = 4
+    run_id = await client.create(session="s", agent="a")
+    await reaches(client, run_id, lambda told: told["usage"]["completion_tokens"] == 4)
+    await client.call("POST", f"/v1/runs/{run_id}/pause", {})
+    engine.allowed = None
+    assert (await client.call("POST", f"/v1/runs/{run_id}/resume"))[0] == 200
+    first, second = await routed(run_id)
+    num_prompt = (await get(client, run_id))["usage"]["prompt_tokens"]
+    assert first == ("cold", 0)
+    assert second == ("held", num_prompt), "it has been sent the prompt"
+    again = await client.create(session="s", agent="a")
+    ((reason, cached),) = await routed(again)
+    assert reason == "kin" and 0 < cached < num_prompt
+    _, fork = await client.call("POST", f"/v1/runs/{again}/fork", {"input": "And you?", "agent": "b"})
+    ((reason, cached),) = await routed(fork["id"])
+    assert reason == "held" and cached > 0
+
+
 async def test_calls_asked_for_are_the_calls_that_were_told(client: NativeClient) -> None:
     run_id = await client.create(tools=TOOLS)
     _, waited = await client.call("POST", "/v1/runs/wait", {"ids": [run_id], "timeout_ms": 10_000})

@@ -27,6 +27,13 @@ def chosen(tokens: int, *candidates: Candidate, sticky: str | None = None) -> st
     return route.engine_id if route is not None else None
 
 
+def test_the_choice_says_whether_the_turn_stays_where_it_was() -> None:
+    near = candidate("a", covered=600), candidate("b", covered=600)
+    for sticky, is_sticky in (("a", True), (None, False), ("c", False)):
+        route = pick(1000, near, sticky)
+        assert route is not None and route.is_sticky is is_sticky
+
+
 def test_nobody_is_no_choice() -> None:
     assert chosen(100) is None
 

@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from gateway.runs.commands import ToolOutput
+from gateway.runs.making import IDS_GONE
 from gateway.runs.spec import ForkPoint
 from tests.conftest import ValkeyServer
-from workers.messages import gateway_lease_key
+from workers.messages import KEY_PREFIX, RunEnded, gateway_lease_key
 
 from .chatting import assert_adds_up, chatting, ended, generated, reaches, result, spec
 from .talking_engine import TalkingEngine
@@ -111,6 +112,31 @@ async def test_a_dead_gateways_fork_is_rebuilt_from_its_parents_kept_tokens(valk
                 assert (await ended(second, run_id)).status == "completed"
         (prompt,) = [t.submit.token_ids for t in engine.turns if t.submit.run_id == child]
         assert prompt.startswith(engine.turns[0].submit.token_ids)
+
+
+async def test_a_run_that_can_be_rebuilt_nowhere_is_rejected(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers, workers=1) as engine:
+        async with chatting(valkey.url, "g1", kill=True) as first:
+            parent = await first.runs.create(spec())
+            await ended(first, parent)
+            engine.allowed = 1
+            blocking = [await first.runs.create(spec("other")) for _ in range(2)]
+            child = (await first.runs.fork(ForkPoint(run=parent), spec("child"))).run_id
+            assert (await first.runs.state(child)).attempt == 0
+        with valkey.client() as client:
+            client.delete(*(f"{KEY_PREFIX}run:{run_id}:ids" for run_id in (parent, child)))
+        engine.allowed = None
+        async with chatting(valkey.url, "g2") as second:
+            state = await ended(second, child)
+            assert (state.status, state.ended) == (
+                "rejected",
+                RunEnded(state="rejected", error="ids_gone", message=IDS_GONE),
+            )
+            kept = await result(second, child)
+            assert kept.error is not None and (kept.state, kept.error.code) == ("rejected", "ids_gone")
+            for run_id in blocking:
+                await ended(second, run_id)
+        assert not [turn for turn in engine.turns if turn.submit.run_id == child]
 
 
 async def test_a_command_recorded_at_a_gateway_that_dies_is_obeyed_by_the_next(valkey: ValkeyServer) -> None:

@@ -488,6 +488,6 @@ async def test_the_gateway_holds_a_lease_and_gives_it_back(valkey: ValkeyServer)
 async def test_dispatch_names_engine_and_incarnation(valkey: ValkeyServer) -> None:
     async with FakeEngine(valkey.url) as engine, gateway(valkey.url) as gate:
         events = await gate.collect(await gate.order())
-        assert events[1].event == Dispatched(engine_id="e1", incarnation=1)
+        assert events[1].event == Dispatched(engine_id="e1", incarnation=1, reason="cold")
         with contextlib.suppress(IndexError):
             assert engine.turns[0].submit.incarnation == 1
