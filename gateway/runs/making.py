@@ -18,7 +18,7 @@ from gateway.flow.places import Order
 
 from .commands import ForkRun
 from .keeping import Keeper
-from .reading import read_whole
+from .reading import NOTHING, read_whole
 from .run import Run
 from .spec import Budget, ForkPoint, RunSpec, decode_spec
 from .state import RunState
@@ -58,14 +58,15 @@ class Making:
         ids = await self._keeper.ids_of(at.run)
         if ids is None:
             raise Conflict("ids_gone", IDS_GONE)
-        cut = cut_ids(ids, at, parent, await self._ends_of(at.run))
+        state, transcript = await read_whole(self._bus, at.run)
+        cut = cut_ids(ids, at, parent, await self._kept_ends(at.run) or transcript.ends)
         if cut is None:
             message = (
                 f"'at' is {at.turn or at.token or at.checkpoint}, but the run {at.run} has no such point: "
                 "name a turn, a token or a checkpoint that it has."
             )
             raise InvalidField("at", message)
-        if at.is_behind_turn(state.turn):
+        if state != NOTHING and at.is_behind_turn(state.turn):
             cut, at = await self._without_open_call(cut, at, spec, (state, transcript))
         return await self._fork(run_id, spec, at, cut, parent)
 
@@ -85,13 +86,10 @@ class Making:
         point = msgspec.structs.replace(at, dropped_call=cut.name)
         return ids[: 4 * (turn.prompt_tokens + kept)], point
 
-    async def _ends_of(self, run_id: str) -> Sequence[int]:
+    async def _kept_ends(self, run_id: str) -> Sequence[int]:
         """How many tokens an ended run had at each turn's end: its result is kept longer than its events."""
         result = await self._keeper.result_of(run_id)
-        if result is not None and result.ends:
-            return result.ends
-        _, transcript = await read_whole(self._bus, run_id)
-        return transcript.ends
+        return result.ends if result is not None else ()
 
     async def take_over(self, run: Run) -> None:
         """Rebuilds what only the run's own gateway held, so that this one may go on. Raises GatewayError."""
