@@ -1,7 +1,11 @@
-"""A run's events folded into what its caller gets, before any API gives it words. Pure."""
+"""A run's events folded into what its caller gets, before any API gives it words. Pure.
+
+A call that its turn left open is dropped when another turn begins; one that was over is told, and stays.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -9,7 +13,18 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.errors import GatewayError, TurnFailed
-from gateway.text.parsing import Content, Part, Reader, Reading, Reasoning, Said, joined
+from gateway.runs.events import AnyEvent, TurnOpened
+from gateway.text.parsing import (
+    CallDropped,
+    CallEnded,
+    Content,
+    Part,
+    Reader,
+    Reading,
+    Reasoning,
+    Said,
+    joined,
+)
 from gateway.text.tokenizer import unpack_token_ids
 from workers.messages import (
     Accepted,
@@ -20,6 +35,7 @@ from workers.messages import (
     Dispatched,
     Failed,
     Finished,
+    Paused,
     Progress,
     RunEnded,
     Started,
@@ -72,6 +88,7 @@ class Answer:
         self._usage_before = Usage()  # of earlier turns
         self._num_calls_before = 0  # likewise
         self._reader = Reader(self.shape.reading)
+        self._held: list[Part] = []  # a call's end, as long as a steer would still drop that call
         self._is_thinking: bool | None = None  # None: the turn has not begun to, and may; False: no more
         self._texts: list[str] = []
 
@@ -124,13 +141,15 @@ class Answer:
             return "length"
         return "tool_calls" if any(call.is_whole for call in calls) else reason
 
-    def feed(self, event: msgspec.Struct) -> list[Part]:
+    def feed(self, event: AnyEvent) -> list[Part]:
         """Takes an event in."""
         match event:
             case Accepted():
                 self.accepted = event
                 self.shape = _decode_shape(event.request)
                 self._reader = Reader(self.shape.reading)
+            case TurnOpened():
+                return self._open_turn(event)
             case Dispatched(turn=turn):
                 return self._begin_turn(turn)
             case Started(cached_tokens=num_tokens):
@@ -141,17 +160,22 @@ class Answer:
                 return self._feed_tokens(event)
             case Derailed(what=derail):
                 self.derail = derail
+            case Paused():
+                self.turn_end = event
+            case Finished() | Cancelled() | Failed() | RunEnded():
+                return self._end(event)
+        return []
+
+    def _end(self, event: Finished | Cancelled | Failed | RunEnded) -> list[Part]:
+        match event:
             case Cancelled(usage=usage, timings=timings) if self.is_complete:
                 self.turn_end = Finished(reason="stop", usage=usage, timings=timings)
-                return self._last_parts()
-            case Finished() | Cancelled() | Failed():
-                self.turn_end = self._unless_short(event)
-                return self._last_parts()
             case RunEnded():
                 self.run_end = event
                 self.turn_end = self._unless_stopped()
-                return self._last_parts()
-        return []
+            case _:
+                self.turn_end = self._unless_short(event)
+        return self._last_parts()
 
     def failure(self) -> GatewayError | None:
         """Why the run ended without an answer; None if it did not end, or ended well."""
@@ -172,11 +196,20 @@ class Answer:
         """What only the turn's end makes certain."""
         return self._add(self._reader.end()) if self.is_read else []
 
+    def _open_turn(self, opened: TurnOpened) -> list[Part]:
+        """Another turn is to come: what the turn before has begun last may be no part of the answer."""
+        if opened.dropped_call is not None:
+            self._reader, self._held = Reader(Reading()), []
+        parts = self._last_parts()
+        with contextlib.suppress(msgspec.MsgspecError):  # a gateway that did not say
+            self.shape = _decode_shape(opened.request)
+        return parts
+
     def _begin_turn(self, turn: int) -> list[Part]:
         """A further turn of the run, or the same one sent again."""
         parts: list[Part] = []
         if turn != self._turn:
-            parts = self._last_parts()
+            parts = [*self._last_parts(), *self._drop_call()]
             self._turn = turn
             self._usage_before = self.usage
             self._num_calls_before = len(self.said.calls)
@@ -186,6 +219,11 @@ class Answer:
             del self.token_ids[:]
         self.turn_end = None
         return parts
+
+    def _drop_call(self) -> list[Part]:
+        """The turn's last call, if it is not over."""
+        calls = self.said.calls[self._num_calls_before :]
+        return self._add([CallDropped()]) if calls and not calls[-1].is_over else []
 
     def _unless_short(self, end: TurnEnd) -> TurnEnd:
         """Tokens sent = tokens in usage; otherwise the text that came is not the whole answer."""
@@ -223,7 +261,9 @@ class Answer:
             self._is_thinking = False
 
     def _add(self, parts: Sequence[Part]) -> list[Part]:
-        fresh = joined(parts)
+        fresh = joined([*self._held, *parts])
+        is_held = self._reader.is_unclosed and bool(fresh) and isinstance(fresh[-1], CallEnded)
+        self._held = [fresh.pop()] if is_held else []
         self.said.add(fresh)
         return fresh
 

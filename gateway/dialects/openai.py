@@ -21,7 +21,9 @@ DONE = Frame(b"[DONE]")
 
 
 class ChatTeller:
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. A call that was dropped is no part of a body and has its index for itself;
+    a stream has told it by then, and this API takes nothing back: its arguments never get whole.
+    """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -81,11 +83,12 @@ class ChatTeller:
 
     def _message(self) -> Body:
         said = self._answer.said
-        message: Body = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+        calls = [self._call_body(index, call) for index, call in enumerate(said.calls) if not call.is_dropped]
+        message: Body = {"role": "assistant", "content": said.content or (None if calls else "")}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
-        if said.calls:
-            message["tool_calls"] = [self._call_body(index, call) for index, call in enumerate(said.calls)]
+        if calls:
+            message["tool_calls"] = calls
         return message
 
     def _call_body(self, index: int, call: Call) -> Body:

@@ -16,7 +16,7 @@ from gateway.runs.ends import call_id
 from gateway.runs.events import AnyEvent
 from gateway.runs.state import RunState, advance
 from gateway.runs.told import Gap, Lifecycle, RunProgress, Told, progress, tell
-from gateway.text.parsing import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from gateway.text.parsing import Arguments, CallBegun, CallDropped, CallEnded, Content, Reasoning, Spoken
 from workers.messages import Dispatched, Failed, Progress
 
 LOST = ("gap", "run_lost")
@@ -97,7 +97,9 @@ class RunTeller:
         """What one event tells."""
         before, turn = self.state.last_id, self._turn
         parts = self._answer.feed(event)
-        told: list[PublicEvent] = [self._part(part, turn) for part in parts]
+        told: list[PublicEvent] = [
+            self._part(part, turn) for part in parts if not isinstance(part, CallDropped)
+        ]  # which the event that opened the turn has told
         self.state = advance(self.state, event_id, event)
         if isinstance(event, Dispatched) and self.state.turn != turn:
             self._turn, self._past_calls = self.state.turn, self._num_calls
@@ -125,7 +127,7 @@ class RunTeller:
         """The stream ends here, the run does not: read on behind the last id."""
         return failure_frames(error)
 
-    def _part(self, part: Part, turn: int) -> PublicEvent:
+    def _part(self, part: Spoken, turn: int) -> PublicEvent:
         run = self.run_id
         match part:
             case Content(text):

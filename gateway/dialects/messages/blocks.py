@@ -1,6 +1,7 @@
 """The content blocks of an answer as they come, and the events that open, fill and close them. Pure.
 
-A call is told once it is over: its input must be an object in a whole answer and in a stream alike.
+A call is told once it is over: its input must be an object in a whole answer and in a stream alike. So one
+that is cut off or dropped is told by neither.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from gateway.dialects.frames import Body, Frame
-from gateway.text.parsing import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from gateway.text.parsing import Arguments, CallBegun, CallDropped, CallEnded, Content, Part, Reasoning
 
 from .signature import sign
 
@@ -65,6 +66,8 @@ class Blocks:
                     self._call.pieces.append(text)
                 case CallEnded(is_whole):
                     frames += self._end_call(is_whole=is_whole)
+                case CallDropped():
+                    self._call = None
         return frames
 
     def close(self) -> list[Frame]:

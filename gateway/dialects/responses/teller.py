@@ -2,6 +2,9 @@
 
 Format: the types of OpenAI's own client, `openai.types.responses`. What Codex needs of it: a `type` and a
 rising `sequence_number` in all data, `output_item.added` before any part, keep-alives as data, and an end.
+
+A call that comes to no end is never told as done, since clients run every call that is: it keeps its
+`output_index`, and the final output holds what was done.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from gateway.dialects.answer import Answer
 from gateway.dialects.frames import Body, Frame, Silence
 from gateway.dialects.openai import call_id, chat_logprob
 from gateway.errors import GatewayError
-from gateway.text.parsing import Arguments, CallBegun, CallEnded, Content, Part, Reasoning
+from gateway.text.parsing import Arguments, CallBegun, CallDropped, CallEnded, Content, Part, Reasoning
 from workers.messages import Finished, Tokens
 
 from .echo import unpack
@@ -31,6 +34,7 @@ class ResponsesTeller:
         self._echo = unpack(answer.shape.echo)
         self._id = response_id(answer.run_id)
         self._num_events = 0
+        self._num_items = 0  # that have begun
         self._num_calls = 0
         self._output: list[Item] = []  # those that are over
         self._open: OpenItem | None = None
@@ -66,13 +70,13 @@ class ResponsesTeller:
 
     def end(self) -> list[Frame]:
         is_whole = self._answer.finish_reason != "length"
-        events = self._close("completed" if is_whole else "incomplete", is_last=True)
+        events = self._close("completed" if is_whole else "incomplete")
         final = self._finish("completed" if is_whole else "incomplete")
         return self._frames([*events, Event(f"response.{final['status']}", {"response": final})])
 
     def fail(self, error: GatewayError) -> list[Frame]:
         frames = [] if self._num_events else self.begin()
-        events = self._close("incomplete", is_last=True)
+        events = self._close("incomplete")
         final = self._finish("cancelled" if error.kind == "cancelled" else "failed", error)
         return [*frames, *self._frames([*events, Event("response.failed", {"response": final})])]
 
@@ -99,6 +103,9 @@ class ResponsesTeller:
                 return self._add(text)
             case CallEnded():
                 return self._end_item("completed")
+            case CallDropped():
+                self._open = None
+                return []
 
     def _add(self, text: str) -> list[Event]:
         assert self._open is not None
@@ -112,7 +119,7 @@ class ResponsesTeller:
         if isinstance(self._open, kind):
             return []
         closing = self._close("completed")
-        index = len(self._output)
+        index = self._num_items
         if kind is Message:
             return [*closing, *self._begin(Message(item_id("msg", self._id, index), index))]
         thought = Thought(
@@ -124,7 +131,7 @@ class ResponsesTeller:
         return [*closing, *self._begin(thought)]
 
     def _new_call(self, name: str) -> Call:
-        called_as, index = self._echo.called_as(name), len(self._output)
+        called_as, index = self._echo.called_as(name), self._num_items
         own_id = call_id(self._answer, self._num_calls)
         self._num_calls += 1
         if called_as.is_custom:
@@ -134,18 +141,14 @@ class ResponsesTeller:
 
     def _begin(self, item: OpenItem) -> list[Event]:
         self._open = item
+        self._num_items += 1
         return item.begin()
 
-    def _close(self, status: Status, *, is_last: bool = False) -> list[Event]:
-        """An open call was cut off, for its own end closes it. At the end of all it is left out, since some
-        clients run every call that is done; before that its place in the output must not stay empty.
-        """
-        if not isinstance(self._open, (FunctionCall, CustomCall)):
-            return self._end_item(status)
-        if is_last:
+    def _close(self, status: Status) -> list[Event]:
+        """An open call was cut off, for its own end closes it: it is left out."""
+        if isinstance(self._open, (FunctionCall, CustomCall)):
             self._open = None
-            return []
-        return self._end_item("incomplete")
+        return self._end_item(status)
 
     def _end_item(self, status: Status) -> list[Event]:
         if self._open is None:

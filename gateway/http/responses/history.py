@@ -16,7 +16,7 @@ import structlog
 
 from gateway.bus import BusLost
 from gateway.callers.scopes import Access
-from gateway.dialects.responses.ids import item_id, item_place, run_id_of
+from gateway.dialects.responses.ids import ItemPlace, item_id, item_place, run_id_of
 from gateway.errors import GatewayError, InvalidField, shorten
 from gateway.http.api import INLINE_BODY_BYTES
 from gateway.http.fields import bad_field
@@ -59,6 +59,12 @@ class _Sides:
 
     input: list[Item] = field(default_factory=list)
     output: list[Item] = field(default_factory=list)
+
+    def find(self, item: str, place: ItemPlace) -> Item | None:
+        """The item of that id. Items of the output have their ids; calls that were dropped have left gaps."""
+        if place.is_input:
+            return self.input[place.index] if place.index < len(self.input) else None
+        return next((one for one in self.output if one.get("id") == item), None)
 
 
 class ResponseNotFound(GatewayError):
@@ -140,13 +146,12 @@ class Shelves:
     async def _referred(self, item: Item, where: str, seen: dict[str, _Sides]) -> Item:
         given = item.get("id")
         place = item_place(given) if isinstance(given, str) else None
-        if place is not None:
+        if isinstance(given, str) and place is not None:
             if place.response not in seen:
                 seen[place.response] = await self._sides(place.response)
-            sides = seen[place.response]
-            items = sides.input if place.is_input else sides.output
-            if place.index < len(items):
-                return items[place.index]
+            found = seen[place.response].find(given, place)
+            if found is not None:
+                return found
         remedy = "the id of an item of a stored response: send the item itself"
         raise bad_field(where, given, remedy=remedy, remedies=RESPONSES_REMEDIES)
 

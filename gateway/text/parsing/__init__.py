@@ -7,13 +7,26 @@ what it said: the same however the text was cut.
 from __future__ import annotations
 
 from .formats import CallFormat, Reading, call_format, parameter_types, thinking_tags, types_of
-from .parts import Arguments, Call, CallBegun, CallEnded, Content, Part, Reasoning, Said, joined
+from .parts import (
+    Arguments,
+    Call,
+    CallBegun,
+    CallDropped,
+    CallEnded,
+    Content,
+    Part,
+    Reasoning,
+    Said,
+    Spoken,
+    joined,
+)
 from .reader import Reader, read
 
 __all__ = [
     "Arguments",
     "Call",
     "CallBegun",
+    "CallDropped",
     "CallEnded",
     "CallFormat",
     "Content",
@@ -22,6 +35,7 @@ __all__ = [
     "Reading",
     "Reasoning",
     "Said",
+    "Spoken",
     "call_format",
     "joined",
     "parameter_types",

@@ -41,17 +41,26 @@ class CallEnded:
     is_whole: bool = True
 
 
-Part = Reasoning | Content | CallBegun | Arguments | CallEnded
+@dataclass(frozen=True, slots=True)
+class CallDropped:
+    """The call that was begun comes to no end, and what follows is said without it: no reader's part."""
+
+
+Spoken = Reasoning | Content | CallBegun | Arguments | CallEnded
+Part = Spoken | CallDropped
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a tool. `arguments` is JSON text, an object if `is_whole`. Not `is_over`: cut off."""
+    """One call of a tool. `arguments` is JSON text, an object if `is_whole`. Not `is_over`: cut off.
+    `is_dropped`: it keeps its place, but is no part of what was said.
+    """
 
     name: str
     arguments: str = ""
     is_over: bool = False
     is_whole: bool = False
+    is_dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -77,6 +86,8 @@ class Said:
                 case CallEnded(is_whole):
                     self.calls[-1].is_over = True
                     self.calls[-1].is_whole = is_whole
+                case CallDropped():
+                    self.calls[-1].is_dropped = True
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
