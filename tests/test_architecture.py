@@ -95,6 +95,7 @@ PURE = [
     "gateway/client/fields.py",
     "gateway/client/patience.py",
     "gateway/client/sse.py",
+    "gateway/derail/body.py",
     "gateway/derail/ladder.py",
     "gateway/derail/rules.py",
     "gateway/derail/text_loops.py",

@@ -298,6 +298,9 @@ DerailKind = Literal[
 ]
 
 
+DerailAction = Literal["report", "steer", "stop"]
+
+
 class Derail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a turn went astray. Told to the caller; `excerpt` is the caller's own text and is never logged."""
 
@@ -305,6 +308,7 @@ class Derail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     severity: Literal["warning", "critical"] = "critical"
     first_token: int = 0  # index among the turn's generated tokens where it began
     excerpt: str = ""  # at most 200 characters of what repeats
+    action: DerailAction = "report"  # what is done about it
 
 
 class Derailed(Message, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ Plans nothing and knows no line.
 from __future__ import annotations
 
 import structlog
+from msgspec import structs
 
 from kvcache.cache import Cache, Kind, Path
 
@@ -104,11 +105,14 @@ class Outcomes:
         by_kind = self._turns.counters.num_derailed
         by_kind[what.derail] = by_kind.get(what.derail, 0) + 1
         log.info("derailed", run=turn.run_id, attempt=turn.attempt, derail=what.derail)
-        rest = turn.rest_of_text() if turn.stops_derailed else None
+        if not turn.stops_derailed:
+            self._turns.tell(turn, Derailed(what=what))
+            return None
+        rest = turn.rest_of_text()
         if rest is not None:
             self._turns.tell(turn, rest)
-        self._turns.tell(turn, Derailed(what=what))
-        return Ending("derailed") if turn.stops_derailed else None
+        self._turns.tell(turn, Derailed(what=structs.replace(what, action="stop")))
+        return Ending("derailed")
 
     def _finish(self, turn: Turn, ending: Ending, last: Kind | None, now: float) -> None:
         turn.is_answered = True

@@ -58,7 +58,7 @@ def line_of(event: PublicEvent) -> str | None:
                 f"{event.cached_tokens:,} cached{missed}"
             )
         case RunDerail():
-            return f"goes astray: {event.derail} ({event.severity}): {one_line(event.excerpt, 60)}"
+            return f"goes astray: {event.kind} ({event.severity}): {one_line(event.excerpt, 60)}"
         case TurnOver():
             return f"turn {event.turn} ended: {one_line(event.reason, 40)}"
         case ToolCallMade():

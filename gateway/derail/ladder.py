@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from gateway.runs.spec import RunSpec
-from workers.messages import Derail
+from workers.messages import Derail, DerailAction
 
 from .rules import DerailRules
-
-Action = Literal["report", "steer", "stop"]
 
 _STEERED = ("tool_repeat", "tool_cycle")
 """What a further turn follows anyway, with the calls' results: a note costs no turn of its own."""
@@ -22,7 +19,7 @@ def is_unattended(spec: RunSpec, rules: DerailRules) -> bool:
     return spec.is_unattended or by_session or "*" in rules.unattended
 
 
-def action_for(found: Derail, spec: RunSpec, rules: DerailRules, *, may_stop: bool) -> Action:
+def action_for(found: Derail, spec: RunSpec, rules: DerailRules, *, may_stop: bool) -> DerailAction:
     """Who watches a run decides himself: what a detector guesses never ends it for him. `may_stop`: its
     caller does not want all tokens whatever they are.
     """

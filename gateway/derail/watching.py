@@ -129,7 +129,7 @@ class Watching:
                 watched.begin_turn(self._fresh_turn())
             case Derailed(what=what) if (what.derail, what.severity) not in watched.told:  # the engine's own
                 watched.told |= {(what.derail, what.severity), *_TEXT_LOOPS}  # which it is as well
-                self._note(what, "stop" if _may_stop(run) else "report")
+                self._note(what)
             case RunEnded():
                 del self._watched[run.run_id]
         return []
@@ -227,7 +227,8 @@ class Watching:
             return []
         told.add((found.derail, found.severity))
         action = action_for(found, run.state.spec, self._rules, may_stop=_may_stop(run))
-        self._note(found, action)
+        found = msgspec.structs.replace(found, action=action)
+        self._note(found)
         command = f"derail-{found.derail}-{found.severity}-{run.state.turn}"
         match action:
             case "stop":
@@ -236,9 +237,9 @@ class Watching:
                 return [found, SteerRun(command=command, text=self._rules.note, when="next_turn")]
         return [found]
 
-    def _note(self, found: Derail, action: str) -> None:
-        self._figures.found(found.derail, action)
-        log.info("astray", derail=found.derail, severity=found.severity, action=action)
+    def _note(self, found: Derail) -> None:
+        self._figures.found(found.derail, found.action)
+        log.info("astray", derail=found.derail, severity=found.severity, action=found.action)
 
     def _watched_of(self, run: Run) -> _Watched:
         watched = self._watched.get(run.run_id)

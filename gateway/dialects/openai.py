@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import msgspec
-
+from gateway.derail.body import derail_body
 from gateway.errors import GatewayError
 from gateway.text.parsing import Arguments, Call, CallBegun, Content, Part, Reasoning
 from workers.messages import ChosenLogprob, TokenLogprob, Tokens, Usage
@@ -195,7 +194,7 @@ def envelope(answer: Answer, prefix: str, kind: str, choices: list[Body], usage:
     if usage is not None or answer.shape.include_usage:
         body["usage"] = usage
     if answer.ended and answer.derail is not None:
-        body["tetrarch"] = {"derail": msgspec.to_builtins(answer.derail)}
+        body["tetrarch"] = {"derail": derail_body(answer.derail)}
     return body
 
 

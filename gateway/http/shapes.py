@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from workers.messages import Derail
+from gateway.derail.body import DerailBody
 
 FinishReason = Literal["stop", "length", "tool_calls", "derailed"]
 
@@ -128,7 +128,7 @@ class TextChoice(Struct, frozen=True):
 class AnswerExtras(Struct, frozen=True):
     """What only this server tells of an answer."""
 
-    derail: Derail
+    derail: DerailBody
 
 
 class Envelope(Struct, frozen=True, kw_only=True):

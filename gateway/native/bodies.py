@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
+from gateway.derail.body import DerailBody
 from gateway.runs.outcomes import Status
 from gateway.runs.told import AskedCall
 
@@ -50,15 +51,6 @@ class RunErrorBody(Struct, frozen=True, kw_only=True):
     code: str
     message: str
     retryable: bool
-
-
-class DerailBody(Struct, frozen=True, kw_only=True):
-    """How it went astray."""
-
-    kind: str
-    severity: str
-    first_token: int
-    excerpt: str
 
 
 class InputBody(Struct, frozen=True, kw_only=True):

@@ -8,17 +8,17 @@ from urllib.parse import quote
 
 import msgspec
 
+from gateway.derail.body import derail_body
 from gateway.runs.outcomes import FINAL
 from gateway.runs.spec import Budget, RunSpec
 from gateway.runs.state import RunState, advance
 from gateway.runs.told import AskedCall
 from gateway.store.index import RunNote
 from gateway.store.results import RunResult
-from workers.messages import Derail, Timings, Usage, decode_event
+from workers.messages import Timings, Usage, decode_event
 
 from .bodies import (
     CheckpointBody,
-    DerailBody,
     ForkedFrom,
     InputBody,
     Links,
@@ -40,6 +40,7 @@ def show(run_id: str, state: RunState, result: RunResult | None) -> RunBody:
         state = advance(RunState(), "0-1", decode_event(result.accepted))
     accepted, spec = state.accepted, state.spec
     assert accepted is not None
+    derail = state.derail if result is None else result.derail
     return RunBody(
         id=run_id,
         kind=spec.kind,
@@ -66,7 +67,7 @@ def show(run_id: str, state: RunState, result: RunResult | None) -> RunBody:
         tree_budget=_budget(spec.tree_budget),
         result=None if result is None else _result(result),
         error=_error(state, result),
-        derail=_derail(state.derail if result is None else result.derail),
+        derail=derail_body(derail) if derail is not None else None,
         input_required=_input(state) if result is None else None,
         links=links(run_id, spec.session),
     )
@@ -179,17 +180,6 @@ def _error(state: RunState, result: RunResult | None) -> RunErrorBody | None:
     if ended is None or not ended.error:
         return None
     return RunErrorBody(code=ended.error, message=ended.message, retryable=False)
-
-
-def _derail(derail: Derail | None) -> DerailBody | None:
-    if derail is None:
-        return None
-    return DerailBody(
-        kind=derail.derail,
-        severity=derail.severity,
-        first_token=derail.first_token,
-        excerpt=derail.excerpt,
-    )
 
 
 def _input(state: RunState) -> InputBody | None:

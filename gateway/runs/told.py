@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
+from gateway.derail.body import derail_body
 from gateway.flow.outlook import NO_OUTLOOK, Outlook
 from workers.messages import (
     Accepted,
@@ -113,12 +114,13 @@ class RunProgress(Told, frozen=True, kw_only=True, tag="run.progress"):
 
 
 class RunDerail(Told, frozen=True, kw_only=True, tag="run.derail"):
-    """The turn goes astray. `excerpt` is what repeats."""
+    """The turn goes astray, as a run's and an answer's `derail` says it."""
 
-    derail: str
+    kind: str
     severity: str
     first_token: int
     excerpt: str
+    action: str
 
 
 class TurnOver(Told, frozen=True, kw_only=True, tag="turn.ended"):
@@ -244,14 +246,7 @@ def tell(run_id: str, event: AnyEvent, state: RunState) -> list[Lifecycle]:
         case Progress():
             return [progress(run_id, state)]
         case Derailed(what=what):
-            told = RunDerail(
-                run=run_id,
-                derail=what.derail,
-                severity=what.severity,
-                first_token=what.first_token,
-                excerpt=what.excerpt,
-            )
-            return [told]
+            return [RunDerail(run=run_id, **msgspec.structs.asdict(derail_body(what)))]
         case Dispatched() | Started() | Resumed() | TurnOpened() | InputRequired():
             return _tell_steps(run_id, event, state)
         case Paused() | Finished() | Cancelled() | Failed():

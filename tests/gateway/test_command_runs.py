@@ -168,7 +168,9 @@ def test_what_a_model_writes_cannot_move_the_cursor_or_turn_the_text() -> None:
     hostile = "a\x1b[2Jb\x9bc\rd\u202ee\ttab\nline"
     assert plain(hostile) == "a\ufffd[2Jb\ufffdc\ufffdd\ufffde\ttab\nline"
     assert one_line("a\n b\x1b c" + "d" * 300, 10) == "a b\ufffd cddd…"
-    derail = RunDerail(run="r", derail="cycle", severity="stop", first_token=1, excerpt="\x1b]0;title\x07")
+    derail = RunDerail(
+        run="r", kind="cycle", severity="stop", first_token=1, excerpt="\x1b]0;title\x07", action="report"
+    )
     told = line_of(derail)
     assert told is not None and "\x1b" not in told and "\x07" not in told
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from msgspec import Raw, msgpack
+from msgspec import Raw, json, msgpack
 
 from gateway.callers.hints import read_hints
 from gateway.dialects.answer import Answer, AnswerShape, Endpoint
 from gateway.dialects.table import DIALECTS
 from gateway.errors import InvalidField
 from gateway.http.api import ChatMessage, ChatRequest, HintFields
+from gateway.runs.state import RunState, advance
+from gateway.runs.told import tell
 from workers.messages import (
     Accepted,
     Cancelled,
@@ -41,8 +43,42 @@ def test_a_stopped_run_answers_as_one_that_was_cut_short(end: TurnEnd, endpoint:
         teller.more(found.feed(event), event if isinstance(event, Tokens) else None)
     assert found.failure() is None
     assert (found.finish_reason, found.text, found.usage) == ("length", "words", USAGE)
-    body = teller.body()
-    assert body["tetrarch"]["derail"]["derail"] == "text_loop"
+    body = json.decode(json.encode(teller.body()))
+    assert body["tetrarch"]["derail"]["kind"] == "text_loop"
+
+
+PLAINEST = Derail(derail="stall", severity="critical")
+"""All but its kind as it is if nobody says anything."""
+
+
+@pytest.mark.parametrize(
+    "what", [PLAINEST, FOUND, Derail(derail="empty", severity="warning", action="steer")]
+)
+def test_a_derailment_is_told_with_all_its_fields_by_every_api_alike(what: Derail) -> None:
+    expected = {
+        "kind": what.derail,
+        "severity": what.severity,
+        "first_token": what.first_token,
+        "excerpt": what.excerpt,
+        "action": what.action,
+    }
+    for endpoint in DIALECTS:
+        shape = Raw(msgpack.encode(AnswerShape(endpoint=endpoint, stream=True)))
+        found = Answer("run-" + "0" * 32)
+        teller = DIALECTS[endpoint].teller(found)
+        found.feed(Accepted(model="m", engine_id="e", created=1, prompt_tokens=5, request=shape))
+        frames = teller.begin()
+        words = Tokens(token_ids=b"\1\0\0\0", text="words")
+        for event in (words, Derailed(what=what), ENDS[1], RunEnded(state="completed")):
+            frames += teller.more(found.feed(event), event if isinstance(event, Tokens) else None)
+        frames += teller.end()
+        datas = [json.decode(json.encode(frame.data)) for frame in frames if isinstance(frame.data, dict)]
+        told = [data.get("response", data).get("tetrarch") for data in datas]
+        assert [one for one in told if one] == [{"derail": expected}], endpoint
+        assert json.decode(json.encode(teller.body()))["tetrarch"] == {"derail": expected}
+    state = RunState()
+    (told_event,) = tell("run-1", Derailed(what=what), advance(state, "1-1", Derailed(what=what)))
+    assert json.decode(json.encode(told_event)) == {"type": "run.derail", "run": "run-1", **expected}
 
 
 def test_a_cancelled_run_is_still_a_failure() -> None:

@@ -212,7 +212,8 @@ async def test_a_turn_without_tokens_while_its_engine_computes_has_stalled(valke
         assert here.figures.counts == {("stall", "report"): 1, ("stall", "stop"): 1}
         assert (await ended(here.gate, run_id)).status == "derailed"
         assert told(valkey, run_id) == [
-            Derail(derail="stall", severity=severity, first_token=2) for severity in ("warning", "critical")
+            Derail(derail="stall", severity="warning", first_token=2),
+            Derail(derail="stall", severity="critical", first_token=2, action="stop"),
         ]
 
 

@@ -211,7 +211,7 @@ async def test_a_derailed_answer_says_so(qwen: Gateway) -> None:
     events = await stream(qwen, HELLO)
     assert body["stop_reason"] == events[-2].data["delta"]["stop_reason"] == "max_tokens"
     assert body["tetrarch"] == events[-2].data["tetrarch"]
-    assert body["tetrarch"]["derail"]["derail"] == "token_cycle"
+    assert body["tetrarch"]["derail"]["kind"] == "token_cycle"
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -89,7 +89,8 @@ async def test_an_ended_run_looks_the_same_when_its_events_are_gone(native: Nati
     assert told["result"]["text"] == "Hello" and told["result"]["json"] == {"a": 1}
     assert told["result"]["partial"] and told["result"]["tool_calls"][0]["name"] == "read"
     assert told["error"]["code"] == "budget_exceeded"
-    assert told["derail"]["kind"] == "token_cycle"
+    derail = {"kind": "token_cycle", "severity": "critical", "first_token": 3, "excerpt": "la la"}
+    assert told["derail"] == {**derail, "action": "report"}
     assert told["usage"]["reasoning_tokens"] == 1 and told["usage"]["cached_tokens"] == 4
     assert told["metadata"] == {"k": "v"}
 

@@ -192,7 +192,7 @@ async def test_a_derailed_answer_says_so(gateway: Gateway) -> None:
     ]
     final = (await stream(gateway))[-1].data["response"]
     assert (final["status"], final["incomplete_details"]) == ("incomplete", {"reason": "derailed"})
-    assert final["tetrarch"]["derail"]["derail"] == "token_cycle"
+    assert final["tetrarch"]["derail"]["kind"] == "token_cycle"
 
 
 # Tools

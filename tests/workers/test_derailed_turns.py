@@ -36,10 +36,10 @@ def bench_of(text: bytes, *, num_states: int | None = None) -> Bench:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (LOOP, Derail(derail="token_cycle", first_token=3, excerpt=" again")),
+        (LOOP, Derail(derail="token_cycle", first_token=3, excerpt=" again", action="stop")),
         (
             FLOOD,
-            Derail(derail="tool_flood", first_token=14, excerpt=FLOOD[4:160].decode()),
+            Derail(derail="tool_flood", first_token=14, excerpt=FLOOD[4:160].decode(), action="stop"),
         ),
     ],
     ids=["cycle", "flood"],

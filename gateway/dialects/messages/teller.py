@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
+from gateway.derail.body import derail_body
 from gateway.dialects.answer import Answer
 from gateway.dialects.frames import Body, Frame, Silence
 from gateway.errors import GatewayError
@@ -81,7 +80,7 @@ class MessagesTeller:
 
     def _derail(self) -> Body:
         derail = self._answer.derail
-        return {"tetrarch": {"derail": msgspec.to_builtins(derail)}} if derail is not None else {}
+        return {"tetrarch": {"derail": derail_body(derail)}} if derail is not None else {}
 
 
 def usage_body(usage: Usage) -> Body:

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from gateway.derail.body import derail_body
 from gateway.dialects.answer import Answer
 from gateway.dialects.frames import Body, Frame, Silence
 from gateway.dialects.openai import call_id, chat_logprob
@@ -167,7 +166,7 @@ class ResponsesTeller:
         if error is not None:
             final["error"] = {"code": "server_error", "message": error.message, "type": error.kind}
         if answer.derail is not None:
-            final["tetrarch"] = {"derail": msgspec.to_builtins(answer.derail)}
+            final["tetrarch"] = {"derail": derail_body(answer.derail)}
         self._final = final
         return final
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.http.shapes import AnswerExtras
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -78,7 +80,7 @@ class Response(Struct, frozen=True, kw_only=True):
     top_p: float
     truncation: str
     user: str | None
-    tetrarch: dict[str, Any] | None = None
+    tetrarch: AnswerExtras | UnsetType = UNSET
 
 
 class ResponseEvent(Struct, frozen=True, kw_only=True):
