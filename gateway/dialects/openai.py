@@ -7,16 +7,20 @@ from collections.abc import Sequence
 
 from gateway.derail.body import derail_body
 from gateway.errors import GatewayError
-from gateway.text.parsing import Arguments, Call, CallBegun, Content, Part, Reasoning
-from workers.messages import ChosenLogprob, TokenLogprob, Tokens, Usage
+from gateway.text.parsing import Arguments, Call, CallBegun, CallEnded, Content, Part, Reasoning
+from workers.messages import ChosenLogprob, TokenLogprob, Tokens
 
 from .answer import Answer
+from .custom_calls import custom_input
 from .frames import Body, Frame, Silence
 
 LEAST_LOGPROB = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
 
 DONE = Frame(b"[DONE]")
+
+CUSTOM_TOOLS = "custom_tools"
+"""Key of `echo`: names of the tools whose input is text."""
 
 
 class ChatTeller:
@@ -29,6 +33,7 @@ class ChatTeller:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._num_calls = 0
+        self._custom = frozenset(answer.shape.echo.get(CUSTOM_TOOLS, ()))
 
     def begin(self) -> list[Frame]:
         return [self._chunk({"role": "assistant", "content": ""})]
@@ -49,7 +54,7 @@ class ChatTeller:
     def end(self) -> list[Frame]:
         frames = [self._chunk({}, finish_reason=self._answer.finish_reason)]
         if self._answer.shape.include_usage:
-            frames.append(Frame(self._envelope(self.chunk_kind, [], usage_body(self._answer.usage))))
+            frames.append(Frame(self._envelope(self.chunk_kind, [], usage_body(self._answer))))
         return [*frames, DONE]
 
     def fail(self, error: GatewayError) -> list[Frame]:
@@ -63,7 +68,7 @@ class ChatTeller:
             "logprobs": _chat_logprobs(answer.logprobs) if answer.shape.logprobs else None,
             "finish_reason": answer.finish_reason,
         }
-        return self._envelope(self.kind, [choice], usage_body(answer.usage))
+        return self._envelope(self.kind, [choice], usage_body(answer))
 
     def _delta(self, part: Part) -> Body | None:
         index = self._num_calls - 1
@@ -76,9 +81,15 @@ class ChatTeller:
                 self._num_calls += 1
                 index += 1
                 return {"tool_calls": [{"index": index, **self._call_body(index, Call(name))}]}
-            case Arguments(text):
+            case Arguments(text) if not self._is_custom(index):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case CallEnded() if self._is_custom(index):
+                text = custom_input(self._answer.said.calls[index].arguments)
+                return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
         return None
+
+    def _is_custom(self, index: int) -> bool:
+        return self._answer.said.calls[index].name in self._custom
 
     def _message(self) -> Body:
         said = self._answer.said
@@ -91,8 +102,11 @@ class ChatTeller:
         return message
 
     def _call_body(self, index: int, call: Call) -> Body:
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"id": call_id(self._answer, index), "type": "function", "function": function}
+        called: Body = {"id": call_id(self._answer, index), "type": "function"}
+        if call.name in self._custom:
+            said = custom_input(call.arguments) if call.is_over else ""  # told when it is whole
+            return {**called, "type": "custom", "custom": {"name": call.name, "input": said}}
+        return {**called, "function": {"name": call.name, "arguments": call.arguments}}
 
     def _chunk(self, delta: Body, *, logprobs: Body | None = None, finish_reason: str | None = None) -> Frame:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -123,7 +137,7 @@ class TextTeller:
     def end(self) -> list[Frame]:
         frames = [self._chunk("", finish_reason=self._answer.finish_reason)]
         if self._answer.shape.include_usage:
-            frames.append(Frame(self._envelope([], usage_body(self._answer.usage))))
+            frames.append(Frame(self._envelope([], usage_body(self._answer))))
         return [*frames, DONE]
 
     def fail(self, error: GatewayError) -> list[Frame]:
@@ -138,7 +152,7 @@ class TextTeller:
             "logprobs": self._logprobs(answer.logprobs) if answer.shape.logprobs else None,
             "finish_reason": answer.finish_reason,
         }
-        return self._envelope([choice], usage_body(answer.usage))
+        return self._envelope([choice], usage_body(answer))
 
     def _chunk(
         self, text: str, *, logprobs: Sequence[ChosenLogprob] = (), finish_reason: str | None = None
@@ -198,13 +212,15 @@ def envelope(answer: Answer, prefix: str, kind: str, choices: list[Body], usage:
     return body
 
 
-def usage_body(usage: Usage) -> Body:
+def usage_body(answer: Answer) -> Body:
     """OpenAI's usage object."""
+    usage = answer.usage
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": answer.num_thinking},
     }
 
 

@@ -14,9 +14,11 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from gateway.dialects.answer import Endpoint
+from gateway.dialects.openai import CUSTOM_TOOLS
 from gateway.flow.classes import MAX_PRIORITY, FlowClass
 from workers.messages import Retain
 
+from .chat_tools import plain_tools
 from .fields import MAX_STOP_CHARS, MAX_STOPS, bad_field, convert, read_fields
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -152,6 +154,7 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None  # a word that a template may know; others do no harm
     chat_template_kwargs: dict[str, Any] = {}
     response_format: ResponseFormat | None = None
     raw_messages: list[dict[str, Any]] = []
@@ -159,17 +162,31 @@ class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     later_tools: list[dict[str, Any]] = []  # that messages tell of: not in the template's list
     endpoint: Endpoint = "chat"  # other dialects' bodies become chat requests too
     echoed: dict[str, Any] = {}  # what their answers repeat of the body
+    allowed_tools: frozenset[str] | None = None  # None: any of them may be called
     schema_field: str = ""  # where the answer's schema was given, if not where this API has it
 
     @property
     def tools_in_use(self) -> list[dict[str, Any]] | None:
         """What the template gets of the tools; None where there are none, or where none may be called."""
-        return None if self.tool_choice == "none" else self.raw_tools or None
+        if self.tool_choice == "none":
+            return None
+        return [tool for tool in self.raw_tools or () if self._allows(tool)] or None
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """What the answer may call."""
-        return [] if self.tool_choice == "none" else [*(self.raw_tools or ()), *self.later_tools]
+        return [tool for _, tool in self.placed_tools]
+
+    @property
+    def placed_tools(self) -> list[tuple[int, dict[str, Any]]]:
+        """The same, each with its index in the body."""
+        if self.tool_choice == "none":
+            return []
+        tools = enumerate([*(self.raw_tools or ()), *self.later_tools])
+        return [(index, tool) for index, tool in tools if self._allows(tool)]
+
+    def _allows(self, tool: dict[str, Any]) -> bool:
+        return self.allowed_tools is None or tool["function"]["name"] in self.allowed_tools
 
 
 class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
@@ -182,7 +199,7 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
     best_of: int = 1
 
 
-HIDDEN = ("raw_messages", "raw_tools", "later_tools", "endpoint", "echoed", "schema_field")
+HIDDEN = ("raw_messages", "raw_tools", "later_tools", "endpoint", "echoed", "allowed_tools", "schema_field")
 """Fields of ours that no caller may set."""
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
@@ -195,7 +212,10 @@ async def parse(parser: Callable[[bytes], Request], body: bytes) -> Request:
 
 def parse_chat(body: bytes) -> ChatRequest:
     """The body as a chat request. Raises InvalidField naming the first bad field."""
-    return chat_request(read_fields(body))
+    plain = plain_tools(read_fields(body))
+    request = chat_request(plain.fields)
+    echoed = {CUSTOM_TOOLS: [*plain.custom]} if plain.custom else {}
+    return msgspec.structs.replace(request, echoed=echoed, allowed_tools=plain.allowed)
 
 
 def chat_request(fields: dict[str, Any]) -> ChatRequest:
@@ -207,7 +227,21 @@ def chat_request(fields: dict[str, Any]) -> ChatRequest:
     for name in ("messages", "tools"):
         if name in request.chat_template_kwargs:
             raise bad_field("chat_template_kwargs", name)
-    return msgspec.structs.replace(request, raw_messages=fields["messages"], raw_tools=fields.get("tools"))
+    return msgspec.structs.replace(
+        request,
+        raw_messages=fields["messages"],
+        raw_tools=fields.get("tools"),
+        chat_template_kwargs=_variables(request),
+    )
+
+
+def _variables(request: ChatRequest) -> dict[str, Any]:
+    """Templates that know efforts read `reasoning_effort`; some can leave thoughts out altogether."""
+    effort = request.reasoning_effort
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        variables["enable_thinking"] = False
+    return variables | request.chat_template_kwargs
 
 
 def parse_completion(body: bytes) -> CompletionRequest:

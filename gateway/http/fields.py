@@ -67,7 +67,12 @@ REMEDIES = {
     "expected_output_tokens": "a whole number from 1",
     "top_logprobs": "a whole number from 0 to 20, with logprobs true",
     "tools": "a list of {'type': 'function', 'function': {'name': ..., 'parameters': {...}}}",
-    "tool_choice": "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
+    "tool_choice": "'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}}, or such an "
+    "object of type 'custom' or 'allowed_tools'",
+    "custom": "an object {'name': ..., 'description': ...}",
+    "functions": "absent: send them as 'tools', each {'type': 'function', 'function': {...}}",
+    "function_call": "absent: send 'tool_choice', with the functions as 'tools'",
+    "reasoning_effort": "a string such as 'medium'",
     "parallel_tool_calls": "true or false",
     "tool_calls": "a list of {'id': ..., 'function': {'name': ..., 'arguments': ...}}",
     "chat_template_kwargs": "an object with the template's variables, except messages and tools",

@@ -35,6 +35,12 @@ class PromptTokenDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokenDetails(Struct, frozen=True):
+    """`reasoning_tokens` came while the model thought."""
+
+    reasoning_tokens: int
+
+
 class CompletionUsage(Struct, frozen=True):
     """Tokens of a call."""
 
@@ -42,6 +48,7 @@ class CompletionUsage(Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokenDetails
+    completion_tokens_details: CompletionTokenDetails
 
 
 class CalledFunction(Struct, frozen=True, kw_only=True):
@@ -51,13 +58,21 @@ class CalledFunction(Struct, frozen=True, kw_only=True):
     arguments: str
 
 
+class CalledCustom(Struct, frozen=True, kw_only=True):
+    """A call whose input is text; in a stream it comes when it is whole."""
+
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class MessageToolCall(Struct, frozen=True, kw_only=True):
     """A call that the model made. `index` only in a stream, `id` and `type` where the call begins."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-    function: CalledFunction
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
 
 
 class AnswerMessage(Struct, frozen=True, kw_only=True):

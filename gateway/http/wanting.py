@@ -44,7 +44,7 @@ def wants_of(request: ChatRequest) -> Wants:
         paths = replace(paths, answer=request.schema_field)
     wants = _with_answer(Wants(is_parallel=request.parallel_tool_calls), request, paths)
     chosen = _chosen(request)
-    tools = [*enumerate(tool["function"] for tool in request.callable_tools)]
+    tools = [(index, tool["function"]) for index, tool in request.placed_tools]
     if chosen not in ("auto", "none", "required"):
         tools = [(index, tool) for index, tool in tools if tool["name"] == chosen]
         wants = replace(wants, is_parallel=False)

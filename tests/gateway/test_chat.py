@@ -41,6 +41,7 @@ async def test_a_chat_answer_has_openais_shape(gateway: Gateway) -> None:
         "completion_tokens": 2,
         "total_tokens": num_prompt + 2,
         "prompt_tokens_details": {"cached_tokens": num_prompt // 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

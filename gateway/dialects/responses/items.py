@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import msgspec
+from gateway.dialects.custom_calls import custom_input
 
 from .echo import CalledAs
 from .ids import seal_reasoning
@@ -164,16 +164,8 @@ class CustomCall(OpenItem):
         return [*told, *events], item
 
     def body(self, status: Status = "in_progress") -> Item:
-        said = self._input() if status == "completed" else ""
+        said = custom_input(self.text) if status == "completed" else ""
         return _call(self, "custom_tool_call", status, {"input": said})
-
-    def _input(self) -> str:
-        try:
-            decoded = msgspec.json.decode(self.text)
-        except (msgspec.DecodeError, RecursionError):
-            return self.text
-        given = decoded.get("input") if isinstance(decoded, dict) else None
-        return given if isinstance(given, str) else self.text
 
 
 Call = FunctionCall | CustomCall

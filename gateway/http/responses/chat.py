@@ -53,8 +53,10 @@ def to_chat(asked: Asked, items: Sequence[Item], *, is_stored: bool) -> ChatRequ
         "messages": to_messages(items, request.instructions),
         "tool_choice": choice,
         "parallel_tool_calls": request.parallel_tool_calls,
-        "chat_template_kwargs": _variables(request, asked.fields.get("chat_template_kwargs")),
+        "chat_template_kwargs": asked.fields.get("chat_template_kwargs", {}),
     }
+    if request.reasoning.effort is not None:
+        chat["reasoning_effort"] = request.reasoning.effort
     if tools.all:
         chat["tools"] = tools.all
     if request.max_output_tokens is not None or request.max_tokens is not None:
@@ -84,17 +86,6 @@ def _own_param(param: str) -> str:
         if param.startswith(chat):
             return own + param[len(chat) :]
     return param
-
-
-def _variables(request: ResponsesRequest, given: Any) -> Any:
-    """Templates that know efforts read `reasoning_effort`; some can leave thoughts out altogether."""
-    if given is not None and not isinstance(given, dict):
-        return given  # the chat call names what is wrong with it
-    effort = request.reasoning.effort
-    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        variables["enable_thinking"] = False
-    return variables | (given or {})
 
 
 def _response_format(told: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from gateway.dialects.responses.ids import open_reasoning
+from gateway.http.custom_tools import custom_arguments
 from gateway.http.fields import bad_field, convert
 
 from .body import RESPONSES_REMEDIES
@@ -104,8 +104,8 @@ class _Dialogue:
                 self._add_call(call.call_id, flat_name(call.namespace, call.name), call.arguments)
             case "custom_tool_call":
                 custom = _convert(given, _CustomCall, where)
-                arguments = msgspec.json.encode({"input": custom.input}).decode()
-                self._add_call(custom.call_id, flat_name(custom.namespace, custom.name), arguments)
+                name = flat_name(custom.namespace, custom.name)
+                self._add_call(custom.call_id, name, custom_arguments(custom.input))
             case "function_call_output" | "custom_tool_call_output":
                 output = _convert(given, _Output, where)
                 content = _joined(output.output, f"{where}.output")

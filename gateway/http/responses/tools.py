@@ -13,17 +13,12 @@ from msgspec import Struct
 
 from gateway.dialects.responses.echo import CalledAs
 from gateway.errors import InvalidField
+from gateway.http.custom_tools import custom_function
 from gateway.http.fields import bad_field, convert
 
 from .body import RESPONSES_REMEDIES
 
 ChatTool = dict[str, Any]
-
-CUSTOM_PARAMETERS = {
-    "type": "object",
-    "properties": {"input": {"type": "string", "description": "The tool's whole input, as it is."}},
-    "required": ["input"],
-}
 
 
 class _Function(Struct, frozen=True, kw_only=True):
@@ -108,11 +103,13 @@ class Tools:
         given = {name: value for name, value in tool.items() if value is not None}
         match given.get("type"):
             case "function":
-                function = convert(given, _Function, remedies=RESPONSES_REMEDIES, where=where)
-                self._put(_chat_function(function), where, space, is_custom=False)
+                told = convert(given, _Function, remedies=RESPONSES_REMEDIES, where=where)
+                self._put(_chat_function(told), where, space, is_custom=False)
             case "custom":
                 custom = convert(given, _Custom, remedies=RESPONSES_REMEDIES, where=where)
-                self._put(_chat_custom(custom), where, space, is_custom=True)
+                definition = (custom.format or {}).get("definition")
+                function = custom_function(custom.name, custom.description, definition)
+                self._put(function, where, space, is_custom=True)
             case "namespace" if space is None:
                 inner = convert(given, _Namespace, remedies=RESPONSES_REMEDIES, where=where)
                 self.add(inner.tools, f"{where}.tools", inner)
@@ -151,11 +148,3 @@ def _chat_function(tool: _Function) -> dict[str, Any]:
     if tool.strict:
         function["strict"] = True
     return function
-
-
-def _chat_custom(tool: _Custom) -> dict[str, Any]:
-    """Its grammar is told to the model in words: the client checks what comes back."""
-    definition = (tool.format or {}).get("definition")
-    grammar = f"The input follows this grammar:\n{definition}" if isinstance(definition, str) else None
-    description = "\n\n".join(filter(None, [tool.description, grammar]))
-    return {"name": tool.name, "description": description, "parameters": CUSTOM_PARAMETERS}
