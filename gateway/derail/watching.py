@@ -162,7 +162,7 @@ class Watching:
         wanted.extend(self._look_at_calls(run, watched, said))
         if end.reason != "stop":
             return wanted
-        if not (said.content.strip() or said.reasoning.strip() or said.calls):
+        if not (said.content.strip() or said.calls):  # a thought that leads to nothing is no answer
             wanted.extend(self._found(run, Derail(derail="empty", severity="warning")))
         elif run.state.spec.result_schema and not said.calls:
             schema = run.state.spec.result_schema

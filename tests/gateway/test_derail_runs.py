@@ -131,11 +131,26 @@ async def test_a_run_that_wants_reports_only_is_not_stopped(valkey: ValkeyServer
         assert here.figures.counts == {("text_loop", "report"): 2}
 
 
-async def test_an_empty_end_is_a_warning(valkey: ValkeyServer) -> None:
-    async with TalkingEngine(valkey.url, lambda _: " \n"), watched(valkey.url) as here:
+@pytest.mark.parametrize(
+    "text",
+    [" \n", "<think>\nSo I say it.\n</think>\n\n", "<think>\nSo I say it", "<think>\nSo.\n</think>\n\n "],
+)
+async def test_an_end_without_an_answer_is_a_warning(valkey: ValkeyServer, text: str) -> None:
+    async with TalkingEngine(valkey.url, lambda _: text), watched(valkey.url) as here:
         run_id = await here.gate.runs.create(spec(is_unattended=True))
         assert (await ended(here.gate, run_id)).status == "completed"
         assert told(valkey, run_id) == [Derail(derail="empty", severity="warning")]
+
+
+async def test_a_thought_that_a_limit_cuts_off_is_no_empty_end(valkey: ValkeyServer) -> None:
+    async with (
+        TalkingEngine(valkey.url, lambda _: "<think>\nSo I say it.\n</think>\n\nIt."),
+        watched(valkey.url) as here,
+    ):
+        body = msgspec.json.encode({"messages": [{"role": "user", "content": "Go"}], "max_tokens": 4})
+        run_id = await here.gate.runs.create(RunSpec(kind="run", body=body))
+        assert (await ended(here.gate, run_id)).status == "completed"
+        assert not told(valkey, run_id)
 
 
 async def test_an_end_that_breaks_its_schema_is_a_warning(valkey: ValkeyServer) -> None:
