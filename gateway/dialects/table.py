@@ -16,10 +16,12 @@ MESSAGES = Dialect(MessagesTeller, messages_error)
 
 DIALECTS: dict[Endpoint, Dialect] = {"chat": CHAT, "text": TEXT, "responses": RESPONSES, "messages": MESSAGES}
 
-ERRORS_BY_PATH: tuple[tuple[str, Dialect], ...] = (("/v1/messages", MESSAGES),)
-"""Paths whose errors are not worded as OpenAI's; the first prefix that fits."""
+MESSAGES_PATH, SHARED_PATH = "/v1/messages", "/v1/models"
 
 
-def dialect_of(path: str) -> Dialect:
-    """In whose words an error on this path is told, as long as no answer has begun."""
-    return next((dialect for prefix, dialect in ERRORS_BY_PATH if path.startswith(prefix)), CHAT)
+def dialect_of(path: str, messages_version: str | None = None) -> Dialect:
+    """In whose words an error on this path is told, as long as no answer has begun. `messages_version`: the
+    header `anthropic-version`, which tells whose client asks where both ask.
+    """
+    is_messages = messages_version is not None and path.startswith(SHARED_PATH)
+    return MESSAGES if is_messages or path.startswith(MESSAGES_PATH) else CHAT

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 @web.middleware
 async def tell_errors(request: web.Request, handler: Call) -> web.StreamResponse:
-    """Every failure becomes OpenAI's error object; what nobody foresaw becomes a numbered incident."""
+    """Every failure becomes its API's error object; what nobody foresaw becomes a numbered incident."""
     # A connection's requests may share one context: what this one binds to its log lines ends with it.
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(request_id=request_id(request))
@@ -90,7 +90,8 @@ async def _tell(request: web.Request, error: GatewayError) -> web.StreamResponse
         except ConnectionError:
             pass  # the client left as well
         return stream.response
-    body = dialect_of(request.path).error(error, request_id(request))
+    dialect = dialect_of(request.path, request.headers.get("anthropic-version"))
+    body = dialect.error(error, request_id(request))
     response = json_response(body, status=error.status)
     response.headers["x-should-retry"] = "true" if error.retryable else "false"  # OpenAI's clients obey it
     if error.retry_after_seconds is not None:

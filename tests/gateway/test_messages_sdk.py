@@ -169,6 +169,22 @@ async def test_models_are_listed_and_found(client: AsyncAnthropic) -> None:
     assert (await client.models.retrieve("tiny")).display_name == "tiny"
 
 
+async def test_a_model_that_is_not_there_is_told_in_the_words_of_whose_client_asks(
+    qwen: Gateway, client: AsyncAnthropic
+) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await client.models.retrieve("gone")
+    body = caught.value.body
+    assert isinstance(body, dict) and body["type"] == "error"
+    assert body["error"]["type"] == "not_found_error" and "'gone'" in body["error"]["message"]
+    assert body["request_id"] == caught.value.request_id
+    for path in ("/v1/models/gone", "/v1/chat/completions/gone"):
+        _, told = await qwen.get(
+            path, headers={} if "models" in path else {"anthropic-version": "2023-06-01"}
+        )
+        assert told["error"].keys() == {"message", "type", "param", "code"}
+
+
 async def test_claudes_names_are_taken(client: AsyncAnthropic) -> None:
     message = await client.messages.create(**{**ASKED, "model": "claude-fable-9"})
     assert message.model == "tiny"
