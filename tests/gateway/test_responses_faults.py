@@ -36,6 +36,28 @@ async def test_a_failure_in_the_stream_is_told_and_the_stream_closes(gateway: Ga
     assert [event.data["sequence_number"] for event in events] == [*range(len(events))]
 
 
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("context_exceeded", "context_length_exceeded"),
+        ("context_length_exceeded", "context_length_exceeded"),
+        ("grammar_error", "invalid_prompt"),
+        ("invalid_request", "invalid_prompt"),
+        ("overloaded", "rate_limit_exceeded"),
+        ("out_of_pages", "server_error"),
+        ("engine_lost", "server_error"),
+        ("of_a_newer_engine", "server_error"),
+    ],
+)
+async def test_a_failed_response_has_the_code_by_which_clients_send_again_or_do_not(
+    gateway: Gateway, kind: str, code: str
+) -> None:
+    failed = Failed(error=kind, message="So it is.")
+    gateway.runs.script = lambda order: [Tokens(token_ids=b"\1\0\0\0", text="Hel"), failed]
+    final = (await stream(gateway))[-1].data["response"]
+    assert final["error"] == {"code": code, "message": "So it is.", "type": kind}
+
+
 async def test_a_failure_inside_a_call_leaves_the_call_out(gateway: Gateway) -> None:
     failed = Failed(error="engine_lost", message="The engine stopped.", retryable=True)
     gateway.runs.script = lambda order: [Tokens(token_ids=b"\1\0\0\0", text=CALL[:60]), failed]

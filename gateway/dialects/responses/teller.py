@@ -24,6 +24,19 @@ from .echo import unpack
 from .ids import item_id, response_id
 from .items import Call, CustomCall, Event, FunctionCall, Item, Message, OpenItem, Status, Thought
 
+CODES = {
+    "context_length_exceeded": "context_length_exceeded",
+    "context_exceeded": "context_length_exceeded",
+    "invalid_request_error": "invalid_prompt",
+    "rate_limit_error": "rate_limit_exceeded",
+}
+"""By an error's kind or type. Codex sends again whatever is none of the first two codes."""
+
+
+def error_code(error: GatewayError) -> str:
+    """OpenAI's word for why a response failed."""
+    return CODES.get(error.kind) or CODES.get(error.type, "server_error")
+
 
 class ResponsesTeller:
     """POST /v1/responses."""
@@ -164,7 +177,7 @@ class ResponsesTeller:
         if status == "incomplete":
             final["incomplete_details"] = {"reason": self._cut_by}
         if error is not None:
-            final["error"] = {"code": "server_error", "message": error.message, "type": error.kind}
+            final["error"] = {"code": error_code(error), "message": error.message, "type": error.kind}
         if answer.derail is not None:
             final["tetrarch"] = {"derail": derail_body(answer.derail)}
         self._final = final
