@@ -262,8 +262,6 @@ def check_common(request: CommonRequest, fields: dict[str, Any]) -> None:
     """What types cannot say of the fields that all endpoints take. Raises InvalidField."""
     if request.stream_options is not None and not request.stream:
         raise bad_field("stream_options", fields["stream_options"], remedy="absent unless 'stream' is true")
-    if fields.get("stream_options") == {}:
-        raise bad_field("stream_options", {})
     if request.n != 1:
         raise bad_field("n", request.n)
     if request.seed is not None and not -(2**63) <= request.seed < 2**64:

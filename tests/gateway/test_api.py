@@ -34,7 +34,7 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "seed": [1.5, 2**64, -(2**63) - 1, "x", 10**400],
     "logit_bias": ["x", [], {"x": 1}, {"600": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, {"²": 1}],
     "stream": ["yes", 1],
-    "stream_options": [5, {"include_usage": 3}, {}],
+    "stream_options": [5, {"include_usage": 3}],
     "user": [7],
     "model": [7],
     "stop_token_ids": ["x", [-1], [600], [10**30]],

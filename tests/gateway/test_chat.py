@@ -62,7 +62,7 @@ async def test_a_stream_has_one_role_one_finish_one_usage_and_done(gateway: Gate
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
-@pytest.mark.parametrize("options", [{"include_usage": False}, {"include_usage": None}, None])
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": None}, None])
 async def test_empty_stream_options_ask_for_nothing(gateway: Gateway, options: Any) -> None:
     events = await gateway.stream({**HELLO, "stream_options": options})
     assert events[-1]["data"] == "[DONE]"
