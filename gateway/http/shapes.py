@@ -11,7 +11,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gateway.derail.body import DerailBody
 
-FinishReason = Literal["stop", "length", "tool_calls", "derailed"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+"""A derailed answer was cut short, so it is `length`; its `tetrarch.derail` says the rest."""
 
 
 class Error(Struct, frozen=True):
