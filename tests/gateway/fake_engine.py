@@ -113,6 +113,7 @@ class FakeEngine:
         self._reader = Redis.from_url(url, protocol=2)
         self._workers = workers
         self._tasks: list[asyncio.Task[None]] = []
+        self._scripts: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         await self.begin()
@@ -155,7 +156,7 @@ class FakeEngine:
 
     async def die(self, *, lease_stays: bool = False) -> None:
         """kill -9; without a lease when a supervisor has seen it."""
-        await end_tasks(self._tasks)
+        await end_tasks([*self._tasks, *self._scripts])
         self._tasks = []
         if not lease_stays:
             with contextlib.suppress(Exception):  # the bus may be gone before us
@@ -213,7 +214,6 @@ class FakeEngine:
 
     async def _read(self) -> None:
         position = "0"
-        running: set[asyncio.Task[None]] = set()
         while True:
             try:
                 answer: Any = await self._reader.xread({inbox_key(self.engine_id): position}, block=1000)
@@ -227,8 +227,8 @@ class FakeEngine:
                     if isinstance(message, Submit) and self._is_new(message):
                         self.turns.append(Turn(message))
                         task = asyncio.create_task(self._run(self.turns[-1]))
-                        running.add(task)
-                        task.add_done_callback(running.discard)
+                        self._scripts.add(task)
+                        task.add_done_callback(self._scripts.discard)
                     elif isinstance(message, Cancel | Pause):
                         self._receive(message)
                     elif isinstance(message, Note):
