@@ -29,7 +29,7 @@ class AuditLine(msgspec.Struct, frozen=True, kw_only=True):
     verb: str
     method: str
     path: str  # the route's pattern
-    ids: dict[str, str]  # the path's parts, and the run that it made or met
+    ids: dict[str, str]  # the path's parts, the run that it made or met, the tenant that it named
     token: str  # its name; "" for a call from this machine without one
     peer: str  # address
     status: int

@@ -50,6 +50,8 @@ def _line(request: web.Request, route: Route, status: int, kind: str) -> AuditLi
     ids = {name: clean(value) for name, value in request.match_info.items()}
     if RUN_KEY in request:
         ids["run"] = request[RUN_KEY]
+    if "tenant" in request.query:
+        ids["tenant"] = clean(request.query["tenant"])
     return AuditLine(
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         verb=route.verb,

@@ -256,6 +256,14 @@ async def test_every_control_verb_is_noted_refused_ones_too(start: Start, tmp_pa
     assert "secret words" not in (tmp_path / "audit.jsonl").read_text()
 
 
+async def test_the_audit_names_the_tenant_whose_session_an_admin_ends(start: Start, tmp_path: Path) -> None:
+    gateway = await start(home=tmp_path)
+    root = bearer(gateway, "root", scopes=("admin",))
+    await gateway.post(b"{}", f"{CANCEL}?tenant=phone", headers=root | JSON)
+    [noted] = await written(tmp_path, 1)
+    assert (noted["status"], noted["ids"]) == (200, {"session": "s", "tenant": "phone"})
+
+
 async def test_an_audit_that_cannot_be_written_breaks_no_call(start: Start, tmp_path: Path) -> None:
     gateway = await start(home=tmp_path / "gone")
     assert (await gateway.post(b"{}", CANCEL))[0] == 200
