@@ -51,10 +51,10 @@ async def _store(state: State, run_id: str) -> None:
     with contextlib.suppress(RunNotFound, BusLost):  # whoever reads it within the hour stores it as well
         told = await told_run(state.runs, run_id)
         (begun,) = await store.get([response])
-        if begun is not None and not begun.is_deleted:
+        if begun is not None:
             whole = msgspec.structs.replace(begun, body=msgspec.json.encode(told.teller.body()))
             if fits(whole):
-                await store.put(response, whole)
+                await store.end(response, whole)
 
 
 async def follow(
