@@ -137,8 +137,8 @@ async def _end_for_good(request: web.Request, response: str) -> bool:
     """
     await _told(request, response)
     shelves, run_id = shelves_of(request), stored_run(response)
+    await request.app[STATE].store.idempotency.bury(run_id)  # first: what is deleted is not found again
     await shelves.delete(response)
-    await request.app[STATE].store.idempotency.bury(run_id)
     await request.app[STATE].runs.cancel(run_id)
     with contextlib.suppress(TimeoutError, RunNotFound):
         async with asyncio.timeout(CANCEL_SECONDS):
