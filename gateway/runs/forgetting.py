@@ -40,6 +40,7 @@ async def forget(store: Store, run_id: str) -> None:
     await store.results.remove(run_id)
     await store.responses.delete(response_id(run_id))
     pipeline = store.bus.commands.pipeline(transaction=True)
-    pipeline.delete(run_events_key(run_id), run_commands_key(run_id), run_key(run_id, "mirrored"))
+    told = (run_key(run_id, "note"), run_key(run_id, "mirrored"))  # by now perhaps of its end alone
+    pipeline.delete(run_events_key(run_id), run_commands_key(run_id), *told)
     pipeline.srem(RUNS_LIVE_KEY, run_id)
     await store.bus.execute(pipeline)

@@ -6,6 +6,7 @@ import pytest
 
 from gateway.errors import RunNotFound
 from gateway.runs.commands import CancelRun
+from gateway.runs.forgetting import forget
 from gateway.runs.run import Run, RunEvent
 from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
@@ -76,3 +77,19 @@ async def test_a_run_that_is_deleted_while_its_end_is_still_told_is_gone(valkey:
             with pytest.raises(RunNotFound):
                 await anext(aiter(gate.runs.events(run_id)))
         await until(lambda: not gate.is_live(run_id))
+
+
+async def test_what_is_told_of_the_end_of_a_deleted_run_goes_with_it(valkey: ValkeyServer) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        engine.allowed = 4
+        run_id = await gate.runs.create(spec())
+        await generated(gate, run_id, 4)
+        run = gate.runs._driver.runs[run_id]
+        async with run.telling:  # what is told of it takes its time
+            await gate.runs.cancel(run_id, seconds=5)
+            await until(lambda: run.state.ended is not None)
+            await forget(gate.runs.keeper.store, run_id)
+        await until(lambda: not gate.is_live(run_id))
+        with valkey.client() as client:
+            left = {name.decode().rpartition(":")[2] for name in client.keys(f"{KEY_PREFIX}run:{run_id}:*")}
+        assert left == {"deleted", "ids-removed"}
