@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.callers.hints import Hints, Names, read_hints
-from gateway.errors import InvalidField
+from gateway.errors import InvalidField, RunNotFound
 from gateway.http.access import access_of
 from gateway.http.state import STATE
 from gateway.runs.spec import Budget, ForkPoint, RunSpec
@@ -118,13 +118,16 @@ async def _kin(
 
 
 async def _newest(request: web.Request, names: Names) -> tuple[str, str]:
-    """The newest run of the agent's parent, and its tree."""
+    """The newest run of the agent's parent, and its tree; none where nothing is kept of that but its line."""
     which = Filter(session=names.session, agent=names.parent)
     page = await store_of(request).index.find(access_of(request).tenant, which, limit=1)
     if not page.notes:
         return "", ""
     parent_run = page.notes[0].run_id
-    return parent_run, (await state_of(request, parent_run)).spec.tree or parent_run
+    try:
+        return parent_run, (await state_of(request, parent_run)).spec.tree or parent_run
+    except RunNotFound:
+        return "", ""
 
 
 def _budget(told: BudgetBody) -> Budget:

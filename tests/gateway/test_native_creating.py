@@ -15,6 +15,7 @@ from gateway.bus import BusLost
 from gateway.errors import NoEngine, Overloaded, StillWaiting
 from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
+from workers.messages import run_events_key
 
 from .native_gateway import Native, native_gateway
 
@@ -92,6 +93,17 @@ async def test_a_child_belongs_where_its_parent_run_does(native: Native) -> None
         "POST", "/v1/runs", {**HELLO, "parent_run": root, "tree_budget": {"output_tokens": 1}}
     )
     assert (status, told["error"]["param"]) == (400, "tree_budget")
+
+
+async def test_an_agent_may_call_though_only_a_line_is_kept_of_its_parents_newest_run(native: Native) -> None:
+    parent = await native.create(session="s", agent="boss")
+    assert await native.bus.commands.delete(run_events_key(parent))  # as an hour after its end, without room
+    status, told = await native.call(
+        "POST", "/v1/runs", {**HELLO, "session": "s", "agent": "helper", "parent": "boss"}
+    )
+    assert status == 202, told
+    spec = native.verbs.specs[told["id"]]
+    assert (spec.parent, spec.parent_run, spec.tree) == ("boss", "", "")
 
 
 async def test_a_fork_leaves_its_parent_where_it_is_told(native: Native) -> None:
