@@ -83,22 +83,24 @@ class Keeper:
                 del run.untold[: len(lines)]
 
     async def name_tree(self, run: Run) -> None:
-        """Lets calls under a run's names find its tree, if that has a budget. Raises BusLost."""
-        spec = run.state.spec
-        if spec.tree_budget != Budget() and spec.session:
+        """Lets calls under a run's names find its tree, if that has a budget; else no earlier one that has.
+        Raises BusLost.
+        """
+        spec, is_free = run.state.spec, run.state.spec.tree_budget == Budget()
+        if spec.session and not (is_free and spec.kind == "call"):
             since = spec.tree_since or run.state.accepted_at or 0.0
             tree = NamedTree(_tree(run), since, _encode_budget(spec.tree_budget))
             names = (spec.tenant, spec.session, spec.agent)
-            await self.store.tree_names.note(names, tree, is_root=not spec.tree)
+            await self.store.tree_names.note(names, tree, is_root=not spec.tree, in_place_only=is_free)
 
     async def in_tree(self, spec: RunSpec, prompt_tokens: int) -> RunSpec:
         """A call's spec in the tree that its names belong to, if that has a budget. Raises BudgetSpent where
         it leaves no room for such a prompt, and BusLost.
         """
         tree = await self.store.tree_names.find(spec.tenant, spec.session, spec.parent, spec.agent)
-        if tree is None:
+        budget = _decode_budget(tree.budget) if tree is not None else Budget()
+        if tree is None or budget == Budget():
             return spec
-        budget = _decode_budget(tree.budget)
         used = _spent(await self.store.tree_usage.total(tree.root))
         lacking = no_room(Accounts(Spent(), used, budget), prompt_tokens, time.time() - tree.since)
         if lacking is not None:

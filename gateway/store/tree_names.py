@@ -1,6 +1,6 @@
-"""Which tree with a budget the names of a call belong to, so that plain calls count in it as runs do.
+"""Which tree the names of a call belong to, so that plain calls count in its budget as runs do.
 
-Owns one key for each session and agent of such a tree. Knows no run and no budget's meaning.
+Owns one key for each session and agent of a tree with a budget. Knows no run and no budget's meaning.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ class TreeNames:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    async def note(self, names: tuple[str, str, str], tree: NamedTree, *, is_root: bool) -> None:
+    async def note(
+        self, names: tuple[str, str, str], tree: NamedTree, *, is_root: bool, in_place_only: bool = False
+    ) -> None:
         """A run of (tenant, session, agent) is in that tree. Its session is too: of several trees in one, the
-        one whose root came last. Safe to repeat; raises BusLost.
+        one whose root came last. `in_place_only`: where another was noted. Safe to repeat; raises BusLost.
         """
         tenant, session, agent = names
-        pipeline = self._bus.commands.pipeline(transaction=False)
-        pipeline.set(_key(tenant, session, ""), _encode(tree), ex=WEEK_SECONDS, nx=not is_root)
+        pipeline, noted = self._bus.commands.pipeline(transaction=False), _encode(tree)
+        if is_root:
+            pipeline.set(_key(tenant, session, ""), noted, ex=WEEK_SECONDS, xx=in_place_only)
+        elif not in_place_only:
+            pipeline.set(_key(tenant, session, ""), noted, ex=WEEK_SECONDS, nx=True)
         if agent:
-            pipeline.set(_key(tenant, session, agent), _encode(tree), ex=WEEK_SECONDS)
+            pipeline.set(_key(tenant, session, agent), noted, ex=WEEK_SECONDS, xx=in_place_only)
         await self._bus.execute(pipeline)
 
     async def find(self, tenant: str, session: str, *agents: str) -> NamedTree | None:

@@ -169,6 +169,23 @@ async def test_the_newest_tree_of_a_session_counts(valkey: ValkeyServer, tmp_pat
         assert await _status(client.http, url, chat, under_old) == 429
 
 
+async def test_the_calls_of_a_newer_tree_without_a_budget_are_free(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with TalkingEngine(valkey.url, answers), serving(valkey.url, tmp_path) as client:
+        old = await client.create(session="s", agent="boss", tree_budget={"output_tokens": 5})
+        await reaches(client, old, lambda told: told["status"] == "failed")
+        url, chat = client.url + "/v1/chat/completions", CALLS["/v1/chat/completions"]
+        names = [
+            {"X-Tetrarch-Session": "s"},
+            {"X-Tetrarch-Session": "s", "X-Tetrarch-Agent": "boss"},
+            {"X-Tetrarch-Session": "s", "X-Tetrarch-Agent": "helper", "X-Tetrarch-Parent": "boss"},
+        ]
+        assert {await _status(client.http, url, chat, headers) for headers in names} == {429}
+        await client.create(session="s", agent="boss")
+        assert {await _status(client.http, url, chat, headers) for headers in names} == {200}
+
+
 async def test_a_calls_tool_calls_beyond_its_trees_budget_are_no_answer(
     valkey: ValkeyServer, tmp_path: Path
 ) -> None:
