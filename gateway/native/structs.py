@@ -121,8 +121,8 @@ class BatchRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class CancelRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`graceful` ends it behind its present turn. `tree`: all that descends from it, too. Without
-    `keep_partial` only the counts of a run that ends by this are kept, not what it had said; its events are
-    there for the usual hour.
+    `keep_partial` only the counts of a run that ends by this are kept, not what it had said, nor a response
+    that it was; its events are there for the usual hour.
     """
 
     mode: Literal["graceful", "now"] = "now"

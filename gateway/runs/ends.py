@@ -74,7 +74,8 @@ def result_of(told: Told, ended: RunEnded, now: float) -> RunResult:
     )
     if told.is_kept:
         return result
-    return structs.replace(result, text="", reasoning="", calls=(), is_dropped=True)
+    derail = None if result.derail is None else structs.replace(result.derail, excerpt="")
+    return structs.replace(result, text="", reasoning="", calls=(), derail=derail, is_dropped=True)
 
 
 def _accepted(state: RunState) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from gateway.bus import BusLost
+from gateway.dialects.responses.ids import response_id
 from gateway.errors import BudgetSpent
 from gateway.store.index import RunNote
 from gateway.store.results import ResultError, RunResult
@@ -188,6 +189,7 @@ class Keeper:
         await self.store.results.put(told.run_id, result, is_call=not spec.is_detached)
         if not told.is_kept:
             await self.store.ids.remove(told.run_id)
+            await self.store.responses.delete(response_id(told.run_id))  # else its end brings that back
         if _most(spec.tree_budget) != Most():
             await self.store.tree_usage.forget(spec.tree or told.run_id, told.run_id)
 

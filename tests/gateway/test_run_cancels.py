@@ -121,3 +121,20 @@ async def test_keep_partial_over_http(valkey: ValkeyServer, tmp_path: Path) -> N
         assert told["result"]["text"] and not told["result"]["dropped"]
         status, told = await client.call("POST", f"/v1/runs/{kept}/cancel", {"keep_partial": "no"})
         assert (status, told["error"]["param"]) == (400, "keep_partial")
+
+
+async def test_a_dropped_part_is_not_kept_as_a_response_either(valkey: ValkeyServer, tmp_path: Path) -> None:
+    asked = {"model": "default", "input": "Hi", "background": True}
+    async with TalkingEngine(valkey.url, answers) as engine, serving(valkey.url, tmp_path) as client:
+        engine.allowed = 4
+        told = {True: "", False: ""}
+        for keep_partial in told:
+            _, queued = await client.call("POST", "/v1/responses", asked)
+            run_id = queued["id"].replace("resp_", "run-")
+            await shows(client, run_id, lambda told: told["usage"]["completion_tokens"] == 4)
+            body = {"keep_partial": keep_partial}
+            assert (await client.call("POST", f"/v1/runs/{run_id}/cancel", body))[1]["status"] == "cancelled"
+            told[keep_partial] = queued["id"]
+        status, kept = await client.call("GET", f"/v1/responses/{told[True]}")
+        assert (status, kept["status"]) == (200, "cancelled") and kept["output"]
+        assert (await client.call("GET", f"/v1/responses/{told[False]}"))[0] == 404
