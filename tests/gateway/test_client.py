@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiohttp import web
 
+from gateway.bus import BusLost
 from gateway.client import (
     ENDINGS,
     Budget,
@@ -26,7 +28,8 @@ from gateway.client import (
     TokenText,
     Unreachable,
 )
-from gateway.errors import Overloaded
+from gateway.client.fields import RunFields
+from gateway.errors import Overloaded, StillWaiting
 from gateway.runs.told import Gap, RunAccepted, RunCompleted, RunProgress, RunResumed, RunSteered
 from tests.conftest import ValkeyServer
 
@@ -182,6 +185,21 @@ async def test_a_batch_asks_again_for_those_without_a_place_when_it_was_told_to(
         async with Client(native.url, patience=PATIENT) as client:
             (refused,) = await client.batch([{"input": "Hi"}])
         assert isinstance(refused, Refused) and refused.retry_after == 300, "beyond its patience"
+
+
+@pytest.mark.parametrize("refusal", [StillWaiting("Not yet."), BusLost()])
+async def test_a_batch_makes_no_second_child_where_the_first_may_be_under_way(
+    valkey: ValkeyServer, tmp_path: Path, refusal: Exception
+) -> None:
+    async with native_gateway(valkey.url, tmp_path, claim_seconds=0.1) as native:
+        parent = await native.create()
+        native.verbs.refusals = [refusal]
+        async with Client(native.url, patience=PATIENT) as client:
+            asked = cast(RunFields, {"input": "Hi", "fork": {"run": parent}})
+            fork, other = await client.batch([asked, {"input": "Ho"}])
+        assert isinstance(fork, RunHandle) and isinstance(other, RunHandle)
+        assert native.verbs.children == [fork.id, fork.id]
+        assert native.verbs.num_created == 3
 
 
 async def test_a_batch_may_be_longer_than_one_request(client: Client) -> None:
