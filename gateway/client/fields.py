@@ -69,6 +69,7 @@ class RunFields(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    reasoning_effort: str  # a word that the template may know
     chat_template_kwargs: Mapping[str, Any]
 
 
