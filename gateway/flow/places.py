@@ -190,6 +190,11 @@ class Places:
             self._show_waiting(order.flow.flow_class)
         return was_waiting
 
+    def take_back(self, run_id: str) -> None:
+        """Forgets a released turn that was not sent: it costs its tree nothing."""
+        self._admission.settle(run_id, 0.0)
+        self.leave(run_id)
+
     def is_waiting(self, run_id: str) -> bool:
         """Whether the turn is in line here."""
         return self._admission.is_waiting(run_id)

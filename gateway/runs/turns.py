@@ -143,11 +143,11 @@ class Turns:
     async def _try_dispatch(self, run: Run, release: Release, lost_attempt: int | None) -> None:
         order, info = self.attempt_order(run), release.engine.info
         if lost_attempt is None and not isinstance(next_step(run.view(time.time())), Enter):
-            self._places.leave(run.run_id)  # something else is to be done first
+            self._places.take_back(run.run_id)  # something else is to be done first
             return
         if not await self._keeper.promise(run, order.max_tokens - order.generated_tokens):
             run.tree_asked_at = time.monotonic()  # others may leave some of what they were promised
-            self._places.leave(run.run_id)
+            self._places.take_back(run.run_id)
             return
 
         def make(state: RunState) -> Dispatched | None:

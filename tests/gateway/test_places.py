@@ -167,6 +167,18 @@ def test_a_turn_that_no_worker_had_costs_nothing() -> None:
     assert gate.held()["a"].charge.seconds == 0
 
 
+def test_turns_that_are_taken_back_again_and_again_put_nobody_behind() -> None:
+    gate = Gate()
+    for _ in range(5):
+        gate.enter("a", 1000, tenant="one")
+        assert gate.released() == ["a"]
+        gate.places.take_back("a")
+    assert not gate.held()
+    gate.enter("a", tenant="one")
+    gate.enter("b", tenant="other")
+    assert gate.released() == ["a", "b"]
+
+
 def test_turns_that_do_not_fit_the_pool_together_are_not_released_together() -> None:
     gate = Gate()
     big = 64 * (PAGES * 2 // 3)
