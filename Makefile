@@ -34,12 +34,12 @@ demo: setup
 serve: setup
 	@exec $(VENV)/python -m gateway serve
 
-# Two processes share the cores, so each computes with one thread; and what is freed is kept (glibc alone
-# knows these words), as MLX's CPU backend asks for the same buffers again and again. Files in order: those with real processes come first.
+# Three processes on two cores, as many tests wait; each computes with one thread. What is freed is kept (only glibc
+# knows these words): MLX's CPU backend asks for the same buffers again and again. The files with real processes come first.
 TEST_ENVIRONMENT := OPENBLAS_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
 
 test: setup
-	$(TEST_ENVIRONMENT) $(VENV)/python -m pytest -q -m 'not slow and not gate' -n 2 --dist loadfile --no-loadscope-reorder
+	$(TEST_ENVIRONMENT) $(VENV)/python -m pytest -q -m 'not slow and not gate' -n 3 --dist loadfile --no-loadscope-reorder
 
 check: tools
 	$(VENV)/python -m ruff format --check .
