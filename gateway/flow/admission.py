@@ -39,6 +39,7 @@ class Ticket:
     tenant: str = ""
     tree: str = ""  # the session, of that tenant
     flow: FlowHints = NORMAL
+    waited: float = 0.0  # seconds, before it came in
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Held:
     """A ticket in line, or at an engine."""
 
     ticket: Ticket
-    since: float  # seconds of the clock: when it came in
+    since: float  # seconds of the clock: when its wait began
     flow_class: FlowClass  # that it counts as
     seat: Seat
     charge: Charge = Charge(0.0, 0)
@@ -133,9 +134,10 @@ class Admission:
         now, flow = self._clock(), ticket.flow
         deadline = math.inf if flow.deadline is None else flow.deadline
         rank = (-float(flow.priority), deadline, next(self._numbers))
-        held = Held(ticket, now, flow.flow_class, Seat(f"tenant {ticket.tenant}", ticket.tree, rank))
+        seat = Seat(f"tenant {ticket.tenant}", ticket.tree, rank)
+        held = Held(ticket, now - ticket.waited, flow.flow_class, seat)
         self._in_line[ticket.run_id] = held
-        self._waiting[flow.flow_class][ticket.run_id] = held
+        self._note_waiting(held)
         self._put_in(held)
 
     def lines(self) -> list[str]:
@@ -287,6 +289,15 @@ class Admission:
         if not queue:
             self._served_at[held.queue] = self._clock()
         queue.enter(held.ticket.run_id, held.seat)
+
+    def _note_waiting(self, held: Held) -> None:
+        """Who waits longest comes first: who has waited before it came in may pass others."""
+        flow_class = held.ticket.flow.flow_class
+        waiting = self._waiting[flow_class]
+        is_last = not waiting or next(reversed(waiting.values())).since <= held.since
+        waiting[held.ticket.run_id] = held
+        if not is_last:
+            self._waiting[flow_class] = OrderedDict(sorted(waiting.items(), key=lambda item: item[1].since))
 
     def _forget_waiting(self, held: Held) -> None:
         run_id = held.ticket.run_id

@@ -67,6 +67,8 @@ class _Sent:
     uncached_tokens: int  # of its prompt, still to be prefilled
     output_tokens: int  # expected
     num_workers: int  # of its engine
+    wait_seconds: float | None  # in line; None once that is told
+    forget_prompt: Callable[[], None]  # where it was not sent: no engine has it
 
 
 class Places:
@@ -108,8 +110,8 @@ class Places:
         self._admission.reserve(flow_class)
         return Reservation(lambda: self._admission.unreserve(flow_class))
 
-    def enter(self, run_id: str, order: Order) -> None:
-        """Into the line."""
+    def enter(self, run_id: str, order: Order, waited: float = 0.0) -> None:
+        """Into the line, after so many seconds in which the turn waited elsewhere, or in it before."""
         expected = self._answers.expected(
             order.agent, order.max_tokens - order.generated_tokens, order.flow.expected_output_tokens
         )
@@ -123,6 +125,7 @@ class Places:
                 tenant=order.tenant,
                 tree=order.tree,
                 flow=order.flow,
+                waited=waited,
             )
         )
         self._show_waiting(order.flow.flow_class)
@@ -148,15 +151,28 @@ class Places:
         """How long a turn of the class may wait in line."""
         return self._admission.classes.rules(flow_class).timeout_seconds
 
-    def retry_after(self, run_id: str) -> float:
+    def is_late(self, order: Order, waited: float) -> bool:
+        """Whether a turn that was taken back has waited too long to come into the line again; told as those
+        that wait too long in it.
+        """
+        flow = order.flow
+        if flow.has_own_limit or waited < self.timeout_seconds(flow.flow_class):
+            return False
+        self._watch.refused(flow.flow_class, "queue_timeout")
+        return True
+
+    def retry_after(self, order: Order) -> float:
         """When a turn that waited too long may come again: as those that its class has no room for."""
-        order = self._orders[run_id]
         engines = self._directory.like(order.engine)
         return self._retry_after(engines, order.line, order.flow.flow_class, "queue_full")
 
     def move(self, run_id: str, engine: EngineView) -> None:
         """The released turn is sent (once more) to that engine."""
         self._admission.move(run_id, engine.info.engine_id)
+        sent = self._sent.get(run_id)
+        if sent is not None and sent.wait_seconds is not None:
+            self._watch.released(sent.order.flow.flow_class, sent.wait_seconds)
+            sent.wait_seconds = None
 
     def note_prefilled(self, run_id: str) -> None:
         """The turn has its first token: nobody waits for its prefill any more."""
@@ -191,7 +207,10 @@ class Places:
         return was_waiting
 
     def take_back(self, run_id: str) -> None:
-        """Forgets a released turn that was not sent: it costs its tree nothing."""
+        """Forgets a released turn that was not sent: it costs its tree nothing, its prompt is nowhere."""
+        sent = self._sent.get(run_id)
+        if sent is not None:
+            sent.forget_prompt()
         self._admission.settle(run_id, 0.0)
         self.leave(run_id)
 
@@ -271,25 +290,36 @@ class Places:
             if route is None:
                 return None
             engine, _ = options[route.engine_id]
-            self._memory.note(
+            forget_prompt = self._memory.note(
                 order.agent, route.engine_id, engine.info.incarnation, order.token_ids, cold=route.cold
             )
             self._memory.place((order.agent, order.session), route.engine_id)
-            self._send(ticket, order, engine, route.uncached_tokens)
+            self._send(ticket, order, engine, route.uncached_tokens, forget_prompt)
             cached = order.prompt_tokens - route.uncached_tokens
             return Release(ticket.run_id, engine, _reason(order, route), cached)
         return None
 
-    def _send(self, ticket: Ticket, order: Order, engine: EngineView, uncached_tokens: int) -> None:
+    def _send(
+        self,
+        ticket: Ticket,
+        order: Order,
+        engine: EngineView,
+        uncached_tokens: int,
+        forget_prompt: Callable[[], None],
+    ) -> None:
         rates = _rates_of(engine)
         charge = Charge(
             rates.seconds(uncached_tokens, ticket.output_tokens), _pages(engine, uncached_tokens, ticket)
         )
         self._sent[ticket.run_id] = _Sent(
-            order, rates, uncached_tokens, ticket.output_tokens, engine.info.num_workers
+            order,
+            rates,
+            uncached_tokens,
+            ticket.output_tokens,
+            engine.info.num_workers,
+            self._admission.release(ticket.run_id, engine.info.engine_id, charge),
+            forget_prompt,
         )
-        seconds = self._admission.release(ticket.run_id, engine.info.engine_id, charge)
-        self._watch.released(order.flow.flow_class, seconds)
         self._show_waiting(order.flow.flow_class)
 
     def _fits(self, engine: EngineView, candidate: Candidate, ticket: Ticket) -> bool:

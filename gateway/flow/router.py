@@ -7,7 +7,7 @@ whoever was given a cold prompt least recently.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -97,8 +97,10 @@ class Memory:
         self._last_cold: dict[str, int] = {}
         self._num_cold = 0
 
-    def note(self, agent: str, engine_id: str, incarnation: int, token_ids: bytes, *, cold: bool) -> None:
-        """The prompt goes to that engine."""
+    def note(
+        self, agent: str, engine_id: str, incarnation: int, token_ids: bytes, *, cold: bool
+    ) -> Callable[[], None]:
+        """The prompt goes to that engine. The function forgets it again, for one that did not go."""
         if cold:
             self._num_cold += 1
             self._last_cold[engine_id] = self._num_cold
@@ -106,10 +108,20 @@ class Memory:
         if known != incarnation:  # a new incarnation has an empty cache
             prompts = OrderedDict()
         self._prompts[engine_id] = (incarnation, prompts)
+        before = prompts.get(agent)
         prompts[agent] = token_ids
         prompts.move_to_end(agent)
         while len(prompts) > self._num_prompts or sum(map(len, prompts.values())) > self._num_bytes:
             prompts.popitem(last=False)
+
+        def forget() -> None:
+            if prompts.get(agent) is not token_ids:
+                return
+            del prompts[agent]
+            if before is not None:
+                prompts[agent] = before
+
+        return forget
 
     def covered_tokens(self, engine_id: str, incarnation: int, token_ids: bytes) -> int:
         """The longest prefix that a remembered prompt of that engine shares with this one."""

@@ -84,7 +84,7 @@ class Driver:
         """Into the line, at once: its place was reserved."""
         if self.runs.get(run.run_id) is not run:
             return  # its stream is gone: nobody would take it out again
-        self._places.enter(run.run_id, self.turns.attempt_order(run))
+        self._places.enter(run.run_id, self.turns.attempt_order(run), run.waited_seconds)
         self.release()
 
     def spawn(self, run: Run, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -167,6 +167,8 @@ class Driver:
         if not isinstance(next_step(run.view(time.time())), Enter):
             return True
         self._places.leave(run.run_id)  # it may have been released, and that step was lost
+        if await self.turns.is_late(run):
+            return True
         self.enter(run)
         return False
 

@@ -99,6 +99,11 @@ class Run:
         return self.tree_asked_at is not None and time.monotonic() - self.tree_asked_at < TREE_SECONDS
 
     @property
+    def waited_seconds(self) -> float:
+        """How long its turn has waited for a worker by now; of what it waited at another gateway nothing."""
+        return max(min(time.time() - self.state.waiting_since, time.monotonic() - self.asked_at), 0.0)
+
+    @property
     def queue_seconds(self) -> float | None:
         """From the call to its worker; None: it has none, or the call came to another gateway."""
         return self._seconds_to(self.worker_at)

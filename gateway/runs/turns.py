@@ -129,16 +129,27 @@ class Turns:
         """Its class lets nobody wait in line for so long; one that has left the line meanwhile goes on."""
         async with run.lock:
             if self._places.is_waiting(run.run_id):
-                seconds = self._places.retry_after(run.run_id)
-                message = f"{QUEUE_TIMEOUT} Try again in {seconds:.0f} s."
                 with contextlib.suppress(BusLost):  # then it comes into the line anew
-                    await self._driver.verdict(
-                        run,
-                        lambda state: msgspec.structs.replace(
-                            failed(state, "queue_timeout", message), retry_after=seconds
-                        ),
-                    )
+                    await self._time_out(run)
         await self._driver.nudge(run)
+
+    async def is_late(self, run: Run) -> bool:
+        """Whether its class does not let it into the line again, since it has waited so long, for its tree or
+        in the line; then that is its end. For who holds the lock. Raises BusLost.
+        """
+        assert run.order is not None
+        return self._places.is_late(run.order, run.waited_seconds) and await self._time_out(run)
+
+    async def _time_out(self, run: Run) -> bool:
+        assert run.order is not None
+        seconds = self._places.retry_after(run.order)
+        message = f"{QUEUE_TIMEOUT} Try again in {seconds:.0f} s."
+        return await self._driver.verdict(
+            run,
+            lambda state: msgspec.structs.replace(
+                failed(state, "queue_timeout", message), retry_after=seconds
+            ),
+        )
 
     async def _try_dispatch(self, run: Run, release: Release, lost_attempt: int | None) -> None:
         order, info = self.attempt_order(run), release.engine.info

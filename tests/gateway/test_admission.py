@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import settings
@@ -322,3 +322,15 @@ class Lines(RuleBasedStateMachine):
 
 Lines.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestNoTicketIsLostOrDoubledUnderRandomUse = Lines.TestCase
+
+
+def test_who_has_waited_before_it_came_in_waits_no_longer_than_others_may() -> None:
+    clock = Clock()
+    admission = lines(clock=clock)
+    for name, waited in (("a", 0.0), ("b", 400.0), ("c", 100.0)):
+        admission.enter(replace(ticket(name, flow_class="interactive"), waited=waited))
+    clock.now += 200
+    assert [one.run_id for one in admission.expired()] == ["b"]
+    clock.now += 300
+    assert [one.run_id for one in admission.expired()] == ["c"]
+    assert admission.release("c", "e1", CHARGE) == 600

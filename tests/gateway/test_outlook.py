@@ -54,7 +54,7 @@ def test_a_place_in_line_is_how_many_go_first(seed: int) -> None:
     while admission.num_waiting:  # without the floors, which an engine's room brings in
         line = admission.lines()[0]
         first = next(t for name in CLASSES if (t := admission.first(line, name)) is not None)
-        gate.places._send(first, gate.places._orders[first.run_id], gate.engines[0], 64)
+        gate.places._send(first, gate.places._orders[first.run_id], gate.engines[0], 64, lambda: None)
         order.append(first.run_id)
     assert [told[name] for name in order] == [*range(1, 41)]
 

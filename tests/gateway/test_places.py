@@ -54,6 +54,7 @@ class Gate:
         self.engines = engines or (an_engine(),)
         self.now = 0.0
         self.counts = Counts()
+        self.orders: dict[str, Order] = {}
         self.places = Places(
             FakeDirectory(*self.engines),
             max_waiting,
@@ -72,21 +73,22 @@ class Gate:
         flow: FlowHints = NORMAL,
         tenant: str = "",
     ) -> None:
-        self.places.enter(
-            run_id,
-            Order(
-                engine=self.engines[0],
-                token_ids=os.urandom(4 * tokens) if isinstance(tokens, int) else tokens,
-                max_tokens=max_tokens,
-                sampling=Sampling(),
-                hints=Hints(names),
-                tenant=tenant,
-                flow=flow,
-            ),
+        self.orders[run_id] = Order(
+            engine=self.engines[0],
+            token_ids=os.urandom(4 * tokens) if isinstance(tokens, int) else tokens,
+            max_tokens=max_tokens,
+            sampling=Sampling(),
+            hints=Hints(names),
+            tenant=tenant,
+            flow=flow,
         )
+        self.places.enter(run_id, self.orders[run_id])
 
     def released(self) -> list[str]:
-        return [release.run_id for release in self.places.releases()]
+        releases = list(self.places.releases())
+        for release in releases:
+            self.places.move(release.run_id, release.engine)
+        return [release.run_id for release in releases]
 
     def held(self, engine_id: str = "e") -> dict[str, Held]:
         return {one.ticket.run_id: one for one in self.places._admission.released(engine_id)}
@@ -177,6 +179,23 @@ def test_turns_that_are_taken_back_again_and_again_put_nobody_behind() -> None:
     gate.enter("a", tenant="one")
     gate.enter("b", tenant="other")
     assert gate.released() == ["a", "b"]
+
+
+def test_a_turn_that_is_taken_back_was_not_sent_and_left_no_prompt_at_the_engine() -> None:
+    gate = Gate()
+    prompt = os.urandom(4 * 200)
+    gate.enter("before", prompt[: 4 * 100])
+    gate.released()
+    for _ in range(3):
+        gate.enter("a", prompt)
+        assert [release.cached_tokens for release in gate.places.releases()] == [100]
+        gate.places.take_back("a")
+        assert len(gate.counts.waits) == 1
+    gate.enter("a", prompt)
+    (release,) = gate.places.releases()
+    for _ in range(2):  # once more where its first engine was lost
+        gate.places.move("a", release.engine)
+    assert len(gate.counts.waits) == 2
 
 
 def test_turns_that_do_not_fit_the_pool_together_are_not_released_together() -> None:
@@ -369,4 +388,4 @@ def test_a_turn_that_waited_too_long_may_come_again_when_half_of_its_line_has_go
     num_waiting = 60 - len(gate.released())
     gate.now = 31.0
     assert len(gate.places.expired()) == num_waiting
-    assert gate.places.retry_after("59") == math.ceil(num_waiting * (200 / 200 + 20 / 20) / 2)
+    assert gate.places.retry_after(gate.orders["59"]) == math.ceil(num_waiting * (200 / 200 + 20 / 20) / 2)
