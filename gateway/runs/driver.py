@@ -311,6 +311,7 @@ class Driver:
             await self.clear(run.run_id)
         except StreamGone:
             log.warning("run_lost")
+            await self._surely(lambda: self._keeper.spent_so_far(run))
             if run.state.is_on_engine and not self.is_closed:
                 await self._surely(lambda: self.tell_engine(run, run.state, "cancel"))
             await self.clear(run.run_id)

@@ -113,7 +113,9 @@ class Keeper:
         await self._count(run, replace(_had(run), tool_calls=whole_calls(run.said)))
 
     async def spent_so_far(self, run: Run) -> None:
-        """Counts what a paused turn has had, and leaves its tree what it was promised. Raises BusLost."""
+        """Counts what a turn has had that is paused or lost, and leaves its tree the rest of what it was
+        promised. Raises BusLost.
+        """
         await self._count(run, _had(run))
 
     async def thought_so_far(self, run: Run) -> None:

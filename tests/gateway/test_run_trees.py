@@ -9,6 +9,7 @@ import pytest
 
 from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
+from workers.messages import run_events_key
 
 from .chatting import assert_adds_up, chatting, ended, generated, reaches, result, spec
 from .fake_engine import until
@@ -70,6 +71,26 @@ async def test_a_paused_run_leaves_its_siblings_what_it_has_not_used(valkey: Val
         await gate.runs.resume(root)
         await ended(gate, root)
         assert engine.turns[-1].submit.max_tokens == most
+
+
+async def test_a_run_whose_stream_is_lost_leaves_its_siblings_what_it_has_not_used(
+    valkey: ValkeyServer,
+) -> None:
+    async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
+        root = await gate.runs.create(spec(tree_budget=Budget(output_tokens=100)))
+        had = (await ended(gate, root)).usage.completion_tokens
+        engine.allowed = 3
+        lost = await gate.runs.create(spec("lost", parent_run=root))
+        await generated(gate, lost, 3)
+        waiting = await gate.runs.create(spec("waiting", parent_run=root))
+        engine.allowed_of[waiting] = None
+        with valkey.client() as client:
+            client.delete(run_events_key(lost))
+        await gate.bus._look_for_gone_streams()  # as when the bus is back
+        state = await ended(gate, waiting)
+        assert state.status == "completed"
+        total = await gate.runs.keeper.store.tree_usage.total(root)
+        assert total.output_tokens == had + 3 + state.usage.completion_tokens
 
 
 async def test_a_run_that_waits_for_its_tree_can_be_cancelled(valkey: ValkeyServer) -> None:
