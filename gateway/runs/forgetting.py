@@ -34,6 +34,7 @@ async def clear(store: Store, run_id: str) -> None:
 async def forget(store: Store, run_id: str) -> None:
     """Of a run that has ended. Safe to repeat, and what tells of the run goes last; raises BusLost."""
     await store.idempotency.bury(run_id)
+    await store.tree_names.forget(run_id)
     await store.ids.remove(run_id)
     for note in await store.index.get([run_id]):
         await store.index.remove(note)

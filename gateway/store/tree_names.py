@@ -1,15 +1,20 @@
 """Which tree the names of a call belong to, so that plain calls count in its budget as runs do.
 
-Owns one key for each session and agent of a tree with a budget. Knows no run and no budget's meaning.
+Owns one key for each session and agent of a tree with a budget, and a list of these. Knows no run
+and no budget's meaning.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+from redis.asyncio.client import Pipeline
 
 from gateway.bus import Bus
 
 from .keys import WEEK_SECONDS, named_key
+from .watched import watched
 
 
 class NamedTree(msgspec.Struct, frozen=True, array_like=True):
@@ -33,13 +38,17 @@ class TreeNames:
         one whose root came last. `in_place_only`: where another was noted. Safe to repeat; raises BusLost.
         """
         tenant, session, agent = names
+        of_session, of_agent = _key(tenant, session, ""), _key(tenant, session, agent)
         pipeline, noted = self._bus.commands.pipeline(transaction=False), _encode(tree)
+        if not in_place_only:
+            pipeline.sadd(_names_key(tree.root), of_session, of_agent)  # another's, maybe: that is looked at
+            pipeline.expire(_names_key(tree.root), WEEK_SECONDS)
         if is_root:
-            pipeline.set(_key(tenant, session, ""), noted, ex=WEEK_SECONDS, xx=in_place_only)
+            pipeline.set(of_session, noted, ex=WEEK_SECONDS, xx=in_place_only)
         elif not in_place_only:
-            pipeline.set(_key(tenant, session, ""), noted, ex=WEEK_SECONDS, nx=True)
+            pipeline.set(of_session, noted, ex=WEEK_SECONDS, nx=True)
         if agent:
-            pipeline.set(_key(tenant, session, agent), noted, ex=WEEK_SECONDS, xx=in_place_only)
+            pipeline.set(of_agent, noted, ex=WEEK_SECONDS, xx=in_place_only)
         await self._bus.execute(pipeline)
 
     async def find(self, tenant: str, session: str, *agents: str) -> NamedTree | None:
@@ -47,6 +56,27 @@ class TreeNames:
         keys = [_key(tenant, session, agent) for agent in (*filter(None, agents), "")]
         found = await self._bus.answered(self._bus.commands.mget(keys))
         return next((_decode(tree) for tree in found if tree is not None), None)
+
+    async def forget(self, root: str) -> None:
+        """No name leads to that tree any more. Safe to repeat; raises BusLost."""
+        members: Any = await self._bus.answered(self._bus.commands.smembers(_names_key(root)))
+        names = [name.decode() for name in members]
+        if not names:
+            return
+
+        async def decide(pipeline: Pipeline) -> None:
+            found = await self._bus.answered(pipeline.mget(names))
+            noted = [
+                name for name, tree in zip(names, found, strict=True) if tree and _decode(tree).root == root
+            ]
+            pipeline.multi()  # type: ignore[no-untyped-call]
+            pipeline.delete(_names_key(root), *noted)
+
+        await watched(self._bus, names, decide)
+
+
+def _names_key(root: str) -> str:
+    return named_key("names-of", root)
 
 
 def _key(tenant: str, session: str, agent: str) -> str:

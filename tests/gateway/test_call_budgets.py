@@ -186,6 +186,25 @@ async def test_the_calls_of_a_newer_tree_without_a_budget_are_free(
         assert {await _status(client.http, url, chat, headers) for headers in names} == {200}
 
 
+async def test_no_call_is_held_to_the_tree_of_a_deleted_root(valkey: ValkeyServer, tmp_path: Path) -> None:
+    async with TalkingEngine(valkey.url, answers), serving(valkey.url, tmp_path) as client:
+        url, chat = client.url + "/v1/chat/completions", CALLS["/v1/chat/completions"]
+        trees = []
+        for session in ("s", "t"):
+            trees.append(await client.create(session=session, agent="boss", tree_budget={"tool_calls": 1}))
+            await reaches(client, trees[-1], lambda told: told["status"] == "completed")
+        helper = {"X-Tetrarch-Agent": "helper", "X-Tetrarch-Parent": "boss"}
+        for session in ("s", "t"):
+            body, names = {**chat, "tools": TOOLS}, {**helper, "X-Tetrarch-Session": session}
+            assert [await _status(client.http, url, body, names) for _ in range(2)] == [200, 429]
+        status, _ = await client.call("DELETE", f"/v1/runs/{trees[0]}")
+        assert status == 200
+        for session, expected in (("s", 200), ("t", 429)):
+            for names in ({}, {"X-Tetrarch-Agent": "boss"}, {"X-Tetrarch-Agent": "helper"}, helper):
+                names = {**names, "X-Tetrarch-Session": session}
+                assert await _status(client.http, url, chat, names) == expected, names
+
+
 async def test_a_calls_tool_calls_beyond_its_trees_budget_are_no_answer(
     valkey: ValkeyServer, tmp_path: Path
 ) -> None:
