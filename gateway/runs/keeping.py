@@ -21,7 +21,7 @@ from gateway.store.results import ResultError, RunResult
 from gateway.store.store import Store
 from gateway.store.tree_names import NamedTree
 from gateway.store.tree_usage import Most, Used
-from workers.messages import RUN_END_ID, Progress, RunEnded, Tokens, encode
+from workers.messages import RUN_END_ID, RUNS_LIVE_KEY, Progress, RunEnded, Tokens, encode
 
 from .checking import checked
 from .ends import Told, result_of
@@ -95,11 +95,13 @@ class Keeper:
             await self.store.tree_names.note(names, tree, is_root=not spec.tree, in_place_only=is_free)
 
     async def in_tree(self, spec: RunSpec, prompt_tokens: int) -> RunSpec:
-        """A call's spec in the tree that its names belong to, if that has a budget. Raises BudgetSpent where
-        it leaves no room for such a prompt, and BusLost.
+        """A call's spec in the tree that its names belong to, if that has a budget, whose time ends with its
+        root. Raises BudgetSpent where it leaves no room for such a prompt, and BusLost.
         """
         tree = await self.store.tree_names.find(spec.tenant, spec.session, spec.parent, spec.agent)
         budget = _decode_budget(tree.budget) if tree is not None else Budget()
+        if tree is not None and budget.wall_ms is not None and not await self._lives(tree.root):
+            budget = msgspec.structs.replace(budget, wall_ms=None)
         if tree is None or budget == Budget():
             return spec
         used = _spent(await self.store.tree_usage.total(tree.root))
@@ -107,6 +109,9 @@ class Keeper:
         if lacking is not None:
             raise BudgetSpent(tree.root, *lacking)
         return msgspec.structs.replace(spec, tree=tree.root, tree_budget=budget, tree_since=tree.since)
+
+    async def _lives(self, run_id: str) -> bool:
+        return bool(await self.store.bus.answered(self.store.bus.commands.sismember(RUNS_LIVE_KEY, run_id)))
 
     async def spent(self, run: Run) -> None:
         """Counts an ended turn against its tree, and looks what that has spent. Raises BusLost."""

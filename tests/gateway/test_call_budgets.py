@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from gateway.bus import Bus
 from gateway.store.store import store_in
 from gateway.store.tree_usage import Used
 from tests.conftest import ValkeyServer
+from workers.messages import RUNS_LIVE_KEY
 
 from .bus_fixture import connected
+from .fake_engine import until
 from .native_client import NativeClient
 from .samples import TOOLS
 from .talking_engine import TalkingEngine
@@ -233,7 +236,10 @@ async def test_a_trees_time_is_over_for_its_children_and_its_calls(
     valkey: ValkeyServer, tmp_path: Path
 ) -> None:
     async with TalkingEngine(valkey.url, answers) as engine, serving(valkey.url, tmp_path) as client:
-        tree = await root(client, wall_ms=5000)
+        tree = await client.create(
+            session="s", agent="boss", on_end="await_input", tree_budget={"wall_ms": 5000}
+        )
+        await reaches(client, tree, lambda told: told["status"] == "input_required")
         chat, url = CALLS["/v1/chat/completions"], client.url + "/v1/chat/completions"
         assert await _status(client.http, url, chat, {"X-Tetrarch-Session": "s"}) == 200
         engine.allowed = 3
@@ -245,11 +251,33 @@ async def test_a_trees_time_is_over_for_its_children_and_its_calls(
             assert "tree_budget.wall_ms is 5000" in told["error"]["message"]
         assert await reading == 429
         num_turns = len(engine.turns)
-        assert await _status(client.http, url, chat, {"X-Tetrarch-Session": "s"}) == 429
         late = await client.create(parent_run=tree)
         told = await reaches(client, late, lambda told: told["status"] == "failed")
         assert told["error"]["code"] == "budget_exceeded"
         assert len(engine.turns) == num_turns
+
+
+async def test_calls_after_the_roots_end_have_their_own_time_and_its_other_limits(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with (
+        TalkingEngine(valkey.url, answers),
+        serving(valkey.url, tmp_path) as client,
+        connected(valkey.url) as bus,
+    ):
+        tree = await root(client, wall_ms=5000, tool_calls=1)
+        ends = time.monotonic() + 5
+        with valkey.client() as keys:
+            await until(lambda: not keys.sismember(RUNS_LIVE_KEY, tree))
+        chat, url = CALLS["/v1/chat/completions"], client.url + "/v1/chat/completions"
+        under = [{"X-Tetrarch-Session": "s"}, {"X-Tetrarch-Session": "s", "X-Tetrarch-Agent": "boss"}]
+        await asyncio.sleep(max(ends - time.monotonic(), 0))
+        before = await used(bus, tree)
+        for names in under:
+            assert await _status(client.http, url, chat, names) == 200
+        assert (await used(bus, tree)).output_tokens > before.output_tokens
+        calls = {**chat, "tools": TOOLS}
+        assert [await _status(client.http, url, calls, names) for names in under] == [200, 429]
 
 
 async def _status(http: ClientSession, url: str, body: dict[str, Any], headers: dict[str, str]) -> int:
