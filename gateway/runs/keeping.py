@@ -98,7 +98,9 @@ class Keeper:
         """A call's spec in the tree that its names belong to, if that has a budget, whose time ends with its
         root. Raises BudgetSpent where it leaves no room for such a prompt, and BusLost.
         """
-        tree = await self.store.tree_names.find(spec.tenant, spec.session, spec.parent, spec.agent)
+        tree, newer = await self.store.tree_names.find(spec.tenant, spec.session, spec.parent, spec.agent)
+        if tree is not None and newer is not None and not await self._lives(tree.root):
+            tree = newer
         budget = _decode_budget(tree.budget) if tree is not None else Budget()
         if tree is not None and budget.wall_ms is not None and not await self._lives(tree.root):
             budget = msgspec.structs.replace(budget, wall_ms=None)

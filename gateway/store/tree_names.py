@@ -51,11 +51,20 @@ class TreeNames:
             pipeline.set(of_agent, noted, ex=WEEK_SECONDS, xx=in_place_only)
         await self._bus.execute(pipeline)
 
-    async def find(self, tenant: str, session: str, *agents: str) -> NamedTree | None:
-        """The tree of the first of these agents that is in one, else the session's. Raises BusLost."""
-        keys = [_key(tenant, session, agent) for agent in (*filter(None, agents), "")]
+    async def find(
+        self, tenant: str, session: str, parent: str, agent: str
+    ) -> tuple[NamedTree | None, NamedTree | None]:
+        """The tree of the parent, else of the agent, else of the session; and the session's where that is
+        newer than the agent's. Raises BusLost.
+        """
+        keys = [_key(tenant, session, name) for name in (parent, agent, "")]
         found = await self._bus.answered(self._bus.commands.mget(keys))
-        return next((_decode(tree) for tree in found if tree is not None), None)
+        of_parent, own, newest = (None if tree is None else _decode(tree) for tree in found)
+        if parent and of_parent is not None:
+            return of_parent, None
+        if own is None or newest is None:
+            return own or newest, None
+        return own, newest if newest.since > own.since else None
 
     async def forget(self, root: str) -> None:
         """No name leads to that tree any more. Safe to repeat; raises BusLost."""

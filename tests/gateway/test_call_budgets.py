@@ -172,6 +172,28 @@ async def test_the_newest_tree_of_a_session_counts(valkey: ValkeyServer, tmp_pat
         assert await _status(client.http, url, chat, under_old) == 429
 
 
+async def test_an_agent_of_an_older_tree_is_in_the_newest_once_the_older_root_has_ended(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with TalkingEngine(valkey.url, answers), serving(valkey.url, tmp_path) as client:
+        limits = {"tool_calls": 1}
+        old = await client.create(session="s", agent="old", on_end="await_input", tree_budget=limits)
+        await reaches(client, old, lambda told: told["status"] == "input_required")
+        url, chat = client.url + "/v1/chat/completions", CALLS["/v1/chat/completions"]
+        names = {"X-Tetrarch-Session": "s", "X-Tetrarch-Agent": "helper"}
+        calls = {**chat, "tools": TOOLS}
+        assert [await _status(client.http, url, calls, names) for _ in range(2)] == [200, 429]
+        new = await client.create(session="s", agent="new", on_end="await_input", tree_budget=limits)
+        await reaches(client, new, lambda told: told["status"] == "input_required")
+        assert await _status(client.http, url, chat, names) == 429
+        await client.call("POST", f"/v1/runs/{old}/cancel")
+        with valkey.client() as keys:
+            await until(lambda: not keys.sismember(RUNS_LIVE_KEY, old))
+        assert await _status(client.http, url, chat, names) == 200
+        under_old = {**names, "X-Tetrarch-Parent": "old"}
+        assert await _status(client.http, url, chat, under_old) == 429
+
+
 async def test_the_calls_of_a_newer_tree_without_a_budget_are_free(
     valkey: ValkeyServer, tmp_path: Path
 ) -> None:
