@@ -19,7 +19,7 @@ import msgspec
 from gateway.errors import GatewayError
 from gateway.flow.classes import CLASSES, FlowClass
 
-from .scopes import SCOPES, USUAL_SCOPES, Scope
+from .scopes import LOCAL, SCOPES, USUAL_SCOPES, Scope
 
 PREFIX = "tet-"
 """Lets secret scanners and people recognise a token."""
@@ -171,6 +171,10 @@ def told(token: Token) -> str:
 def _check_name(what: str, name: str) -> None:
     if not name or len(name) > 64 or not name.isprintable():
         raise TokenError(f"A token's {what} must have 1 to 64 printable characters.")
+    if name == LOCAL:  # an admin could not name such a tenant
+        raise TokenError(
+            f"A token's {what} cannot be '{LOCAL}', which stands for calls without a token: choose another."
+        )
 
 
 def _sha256(secret: str) -> str:

@@ -16,7 +16,7 @@ from gateway.derail.body import derail_body
 from gateway.dialects.answer import Answer
 from gateway.dialects.frames import Body, Frame, Silence
 from gateway.dialects.openai import call_id, chat_logprob
-from gateway.errors import GatewayError
+from gateway.errors import KINDS, GatewayError
 from gateway.text.parsing import Arguments, CallBegun, CallDropped, CallEnded, Content, Part, Reasoning
 from workers.messages import Finished, Tokens
 
@@ -30,12 +30,18 @@ CODES = {
     "invalid_request_error": "invalid_prompt",
     "rate_limit_error": "rate_limit_exceeded",
 }
-"""By an error's kind or type. Codex sends again whatever is none of the first two codes."""
+"""By an error's kind or type."""
+
+LASTING = frozenset(kind for kind, traits in KINDS.items() if not traits.retryable) - {"internal_error"}
+"""Kinds of which another try has the same end, and `cancelled`, which was wanted. Codex sends again whatever
+has none of the first two codes, and shows the message of `invalid_prompt`.
+"""
 
 
 def error_code(error: GatewayError) -> str:
     """OpenAI's word for why a response failed."""
-    return CODES.get(error.kind) or CODES.get(error.type, "server_error")
+    rest = "invalid_prompt" if error.kind in LASTING else "server_error"
+    return CODES.get(error.kind) or CODES.get(error.type, rest)
 
 
 class ResponsesTeller:
