@@ -55,6 +55,19 @@ def test_taken_and_unknown_names_are_refused(tmp_path: Path) -> None:
         store.revoke("laptop")
 
 
+@pytest.mark.parametrize(("name", "group"), [("local", ""), ("local", "x"), ("phone", "local")])
+def test_nobody_takes_the_name_of_calls_without_a_token(
+    tmp_path: Path, name: str, group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TokenError, match="'local'"):
+        TokenStore(tmp_path / "t.json").add(name, Grant(group=group))
+    options = ["--group", group, "--tokens-file", str(tmp_path / "t.json")]
+    assert main(["token", "add", name, *options]) == 2
+    told = capsys.readouterr()
+    assert not told.out and "calls without a token" in told.err
+    assert not (tmp_path / "t.json").exists()
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b'[{"name": 1}]', b"\xff"])
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.json"
