@@ -19,7 +19,7 @@ from gateway.bus import Bus, BusLost, StreamGone
 from gateway.errors import NoEngine, RunNotFound
 from gateway.flow.classes import NORMAL, FlowClass, FlowHints
 from gateway.flow.directory import Directory, EngineView
-from gateway.flow.outlook import Outlook
+from gateway.flow.outlook import NO_OUTLOOK, Outlook
 from gateway.flow.places import Order, Places, Reservation
 from gateway.store.store import Store, store_in
 from gateway.tasks import Border, Tasks, repeat
@@ -35,6 +35,7 @@ from .astray import Astray
 from .cancelling import Cancelling
 from .commands import CancelMode, CancelRun, PauseRun, ToolOutput, When
 from .driver import Driver
+from .event_ids import id_pair
 from .keeping import Keeper
 from .making import Making, spec_of
 from .outcomes import Alive, Cancelled, Forked, Paused, Responded, Resumed, Steered
@@ -244,7 +245,12 @@ class Runs:
         return await self._verbs.heartbeat(run_id)
 
     def outlook(self, run_id: str, state: RunState) -> Outlook:
-        """When the run's answer may begin, and its place in line, as far as this gateway has it in hand."""
+        """When the run's answer may begin, and its place in line, as far as this gateway has it in hand. What
+        is expected of the newest state is nothing to tell of one before it.
+        """
+        run = self._driver.runs.get(run_id)
+        if run is not None and id_pair(state.last_id) < id_pair(run.state.last_id):
+            return NO_OUTLOOK
         left_tokens = None if state.worker is None else state.prompt_tokens - state.processed_tokens
         return self._places.outlook(run_id, left_tokens)
 

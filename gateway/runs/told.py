@@ -103,7 +103,7 @@ class RunStarted(Told, frozen=True, kw_only=True, tag="run.started"):
 
 class RunProgress(Told, frozen=True, kw_only=True, tag="run.progress"):
     """How far it is; sent when there is news of the prompt or of its place in line, and after each silence.
-    Estimates of the moment, by its own gateway: a replay has none.
+    Estimates of the moment, by its own gateway: a replay tells them of the run's newest event at most.
     """
 
     phase: Status

@@ -16,8 +16,10 @@ from gateway.flow.outlook import NO_OUTLOOK, Ahead, Outlook, at_engine, in_line
 from gateway.flow.rates import Rates
 from gateway.runs.told import RunProgress
 from tests.conftest import ValkeyServer
+from workers.messages import Progress
 
 from .native_client import NativeClient, Told
+from .responses_api import sse_events
 from .talking_engine import TalkingEngine
 from .test_native_real import answers, reaches, serving
 from .test_places import Gate, an_engine
@@ -120,6 +122,32 @@ async def test_a_stream_tells_its_runs_place_when_that_changes(valkey: ValkeySer
         engine.allowed = None
         await reaches(client, runs[5], lambda shown: shown["status"] == "completed")
         await asyncio.wait_for(reading, 10)
+
+
+async def test_a_replay_tells_no_estimate_of_a_moment_that_has_passed(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    async with (
+        TalkingEngine(valkey.url, answers, workers=1) as engine,
+        serving(valkey.url, tmp_path) as client,
+    ):
+        engine.allowed = 0
+        run_id = await client.create()
+        turn = await engine.turn(0)
+        await reaches(client, run_id, lambda shown: shown["status"] == "prefilling")
+        for processed in (1, 2, 3):
+            await engine.write(turn, Progress(processed_tokens=processed, prompt_tokens=10))
+        async with asyncio.timeout(10):
+            while True:  # until its gateway has read them
+                async with client.http.get(f"{client.url}/v1/runs/{run_id}/events?follow=false") as response:
+                    told = [event.data for event in sse_events(await response.text())]
+                progress = [one for one in told if one["type"] == "run.progress"]
+                etas = [one.get("eta_ms") for one in progress]
+                if len(etas) == 3 and etas[:2] == [None, None]:
+                    break
+                await asyncio.sleep(0.02)
+        assert [one["processed"] for one in progress] == [1, 2, 3] and (etas[2] or 0) > 0
+        engine.allowed = None
 
 
 def test_a_place_in_line_is_shown() -> None:
