@@ -15,6 +15,7 @@ from msgspec import Struct
 from gateway.callers.hints import Names
 from gateway.errors import InvalidField, shorten
 from gateway.http.api import HIDDEN, ChatRequest, parse_chat
+from gateway.http.chat_tools import plain_tools
 from gateway.http.fields import bad_field, convert, read_fields
 from gateway.text.structured import check_schema
 from gateway.text.structured.checks import problem_of
@@ -76,7 +77,7 @@ def read_verb(body: bytes, kind: type[Kind], remedies: Mapping[str, str] = {}) -
 def read_run(fields: dict[str, Any], kind: type[RunKind]) -> tuple[RunKind, AskedRun]:
     """A run's fields, nulls left out. Raises InvalidField naming the first bad one."""
     _refuse_unknown(fields, kind)
-    request = convert(fields, kind, hidden=HIDDEN, remedies=REMEDIES)
+    request = convert(plain_tools(fields).fields, kind, hidden=HIDDEN, remedies=REMEDIES)
     if (request.messages is None) == (request.input is None):
         raise InvalidField("messages", "Give either 'messages', a list, or 'input', a string: one of them.")
     if request.messages is not None and not request.messages:

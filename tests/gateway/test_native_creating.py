@@ -13,6 +13,7 @@ import pytest
 
 from gateway.bus import BusLost
 from gateway.errors import NoEngine, Overloaded, StillWaiting
+from gateway.http.api import parse_chat
 from gateway.runs.spec import Budget, ForkPoint
 from tests.conftest import ValkeyServer
 from workers.messages import run_events_key
@@ -70,6 +71,35 @@ async def test_a_run_is_taken_with_all_that_it_was_asked_for(native: Native) -> 
     assert body["messages"] == fields["messages"] and body["temperature"] == 0.5
     assert body["tetrarch"]["agent"] == "a"
     assert "budget" not in body and "metadata" not in body
+
+
+PATCH: dict[str, Any] = {"type": "custom", "custom": {"name": "patch", "description": "Patches files."}}
+LOOK = {"type": "function", "function": {"name": "look"}}
+CHOSEN = {"type": "custom", "custom": {"name": "patch"}}
+
+
+@pytest.mark.parametrize(
+    "choice", [CHOSEN, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [CHOSEN]}}]
+)
+async def test_a_run_has_the_tools_that_a_chat_may_have(native: Native, choice: Any) -> None:
+    call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "x"}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "ok"},
+    ]
+    asked = {"messages": messages, "tools": [LOOK, PATCH], "tool_choice": choice}
+    status, told = await native.call("POST", "/v1/runs", asked)
+    assert status == 202, told
+    chat = parse_chat(native.verbs.specs[told["id"]].body)
+    assert [tool["function"]["name"] for tool in chat.raw_tools or ()] == ["look", "patch"]
+    assert chat.raw_messages[1]["tool_calls"][0]["function"] == {
+        "name": "patch",
+        "arguments": '{"input":"x"}',
+    }
+    _, batch = await native.call("POST", "/v1/runs/batch", {"runs": [asked]})
+    fork = await native.call("POST", f"/v1/runs/{told['id']}/fork", asked)
+    assert (batch["data"][0]["status"], fork[0]) == (202, 202), (batch, fork)
 
 
 async def test_a_run_without_names_is_an_agent_of_its_own(native: Native) -> None:
@@ -138,6 +168,8 @@ async def test_a_fork_leaves_its_parent_where_it_is_told(native: Native) -> None
         ({"input": "x", "stream": True}, "stream"),
         ({"input": "x", "tetrarch": {}}, "tetrarch"),
         ({"input": "x", "raw_messages": []}, "raw_messages"),
+        ({"input": "x", "tools": [{"type": "custom", "custom": {"name": 5}}]}, "tools[0].custom.name"),
+        ({"input": "x", "tool_choice": CHOSEN}, "tool_choice.custom.name"),
         ({"input": "x", "budget": {"output": 3}}, "budget"),
         ({"input": "x", "budget": {"output_tokens": 0}}, "budget.output_tokens"),
         ({"input": "x", "budget": {"wall_ms": -1}}, "budget.wall_ms"),

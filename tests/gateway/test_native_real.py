@@ -269,6 +269,13 @@ async def test_calls_asked_for_are_the_calls_that_were_told(client: NativeClient
     assert ended["result"]["text"] == "done"
 
 
+async def test_a_custom_tool_reaches_the_model_of_a_run(client: NativeClient, engine: TalkingEngine) -> None:
+    tool = {"type": "custom", "custom": {"name": "patch", "description": "Patches files."}}
+    run_id = await client.create(tools=[tool])
+    await reaches(client, run_id, lambda told: told["status"] == "completed")
+    assert "Patches files." in engine.prompt_of(0)
+
+
 async def test_a_fork_of_a_live_run_costs_nothing_of_its_parents(
     client: NativeClient, engine: TalkingEngine
 ) -> None:
