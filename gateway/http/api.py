@@ -18,7 +18,7 @@ from gateway.dialects.openai import CUSTOM_TOOLS
 from gateway.flow.classes import MAX_PRIORITY, FlowClass
 from workers.messages import Retain
 
-from .chat_tools import plain_tools
+from .chat_tools import CustomTool, CustomToolCall, plain_tools
 from .fields import MAX_STOP_CHARS, MAX_STOPS, bad_field, convert, read_fields
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -201,6 +201,9 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
 
 HIDDEN = ("raw_messages", "raw_tools", "later_tools", "endpoint", "echoed", "allowed_tools", "schema_field")
 """Fields of ours that no caller may set."""
+
+INSTEAD: dict[type[Struct], type[Struct]] = {Tool: CustomTool, ToolCall: CustomToolCall}
+"""What bodies may also hold where these stand: it is made into them at the door."""
 
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 

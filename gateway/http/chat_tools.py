@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -20,15 +20,34 @@ LEGACY = ("functions", "function_call")
 """What the API had before tools: nobody would notice that a model has not heard of these."""
 
 
-class _Custom(Struct, frozen=True, kw_only=True):
+class CustomSchema(Struct, frozen=True, kw_only=True):
+    """A tool whose input is text; `format` is of type `text` or `grammar`."""
+
     name: str
     description: str | None = None
     format: dict[str, Any] | None = None
 
 
-class _CustomCall(Struct, frozen=True, kw_only=True):
+class CustomTool(Struct, frozen=True, kw_only=True):
+    """One entry of `tools`."""
+
+    custom: CustomSchema
+    type: Literal["custom"]
+
+
+class CustomCall(Struct, frozen=True, kw_only=True):
+    """A call of it."""
+
     name: str
-    input: str = ""
+    input: str | None = None
+
+
+class CustomToolCall(Struct, frozen=True, kw_only=True):
+    """A call that an assistant message made."""
+
+    custom: CustomCall
+    type: Literal["custom"]
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +89,7 @@ def plain_tools(fields: Fields) -> PlainTools:
 def _tool(tool: Any, where: str, custom: set[str]) -> Any:
     if not isinstance(tool, dict) or tool.get("type") != "custom":
         return tool
-    told = _read(tool.get("custom"), _Custom, f"{where}.custom")
+    told = convert(tool, CustomTool, where=where).custom
     form = told.format or {}
     grammar = form.get("grammar") if form.get("type") == "grammar" else None
     definition = grammar.get("definition") if isinstance(grammar, dict) else None
@@ -98,16 +117,10 @@ def _message(message: Any, where: str) -> Any:
 def _call(call: Any, where: str) -> Any:
     if not isinstance(call, dict) or call.get("type") != "custom":
         return call
-    told = _read(call.get("custom"), _CustomCall, f"{where}.custom")
-    function = {"name": told.name, "arguments": custom_arguments(told.input)}
+    told = convert(call, CustomToolCall, where=where).custom
+    function = {"name": told.name, "arguments": custom_arguments(told.input or "")}
     rest = {name: value for name, value in call.items() if name != "custom"}
     return {**rest, "type": "function", "function": function}
-
-
-def _read(given: Any, kind: type[Any], where: str) -> Any:
-    if not isinstance(given, dict):
-        raise bad_field(where, given)
-    return convert({name: value for name, value in given.items() if value is not None}, kind, where=where)
 
 
 def _names(tools: Any) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from .api import HIDDEN, CommonRequest
+from .api import HIDDEN, INSTEAD, CommonRequest
 from .route import JSON, Route
 
 Object = dict[str, Any]
@@ -105,11 +105,15 @@ class _Schemas:
 
     def __init__(self, routes: Iterable[Route]) -> None:
         types = {repr(found): found for route in routes for found in _types(route)}
+        types |= {repr(found): found for found in INSTEAD.values()}
         schemas, self.components = msgspec.json.schema_components(types.values(), ref_template=COMPONENTS)
         self._by_type = dict(zip(types, schemas, strict=True))
         for found in types.values():
             if isinstance(found, type) and issubclass(found, CommonRequest):
                 _hide(self.components[found.__name__])
+        for kind, other in INSTEAD.items():
+            shape = self.components[kind.__name__]
+            self.components[kind.__name__] = {"title": shape["title"], "anyOf": [shape, self.of(other)]}
 
     def of(self, type_: Any) -> Object:
         """The schema, mostly a reference to a component."""

@@ -60,6 +60,20 @@ def test_what_the_server_fills_in_is_no_field_of_a_body() -> None:
         assert "model" in fields and not any(field.startswith("raw_") for field in fields)
 
 
+@pytest.mark.parametrize("name", ["ChatRequest", "RunRequest", "ForkRequest"])
+def test_custom_tools_and_their_calls_are_as_described(name: str) -> None:
+    shape = {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
+    function = {"function": {"name": "look"}}
+    custom = {"type": "custom", "custom": {"name": "patch", "format": {"type": "text"}}}
+    calls = [function, {"type": "custom", "id": "c", "custom": {"name": "patch", "input": "x"}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    whole = {"messages": [message], "tools": [function, custom]}
+    Draft202012Validator(shape).validate(whole)
+    for bad in ({"type": "custom"}, {"type": "custom", **function}, {"custom": custom["custom"]}):
+        assert not Draft202012Validator(shape).is_valid({**whole, "tools": [bad]})
+        assert not Draft202012Validator(shape).is_valid({"messages": [{**message, "tool_calls": [bad]}]})
+
+
 async def test_whoever_has_the_document_is_told_so(gateway: Gateway) -> None:
     url = gateway.url + "/openapi.json"
     async with gateway.http.get(url) as response:
