@@ -30,6 +30,9 @@ class StoredResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_deleted: bool = False
 
 
+DELETED = StoredResponse(is_deleted=True)
+
+
 class ResponseStore:
     """Stored responses by id, for a week after they were last used."""
 
@@ -44,11 +47,14 @@ class ResponseStore:
         """Keeps it in the place of its beginning; False where that is gone, or deleted. Raises BusLost."""
         return await self._shelf.replace(response, _encode(stored), _is_there, stored.chain)
 
-    async def delete(self, response: str) -> None:
-        """It cannot be read any more, if it is there. Safe to repeat; raises BusLost."""
-        (found,) = await self.get([response])
-        if found is not None and not found.is_deleted:
-            await self.put(response, StoredResponse(tenant=found.tenant, is_deleted=True))
+    async def delete(self, response: str, *, is_told: bool = False) -> None:
+        """It cannot be read any more, if it is there, or if its run's events tell it as yet (`is_told`). Safe
+        to repeat; raises BusLost.
+        """
+        if is_told:
+            await self.put(response, DELETED)
+        else:
+            await self._shelf.replace(response, _encode(DELETED), _is_there)
 
     async def get(self, responses: Sequence[str]) -> list[StoredResponse | None]:
         """None for each that is not there, or no more. Raises BusLost."""

@@ -350,10 +350,25 @@ async def test_an_end_never_brings_back_what_is_deleted_at_the_same_time(valkey:
         for name in names:
             await ending.put(name, StoredResponse())
         for name in names:
-            await asyncio.gather(ending.end(name, whole), deleting.put(name, deleted))
+            await asyncio.gather(ending.end(name, whole), deleting.delete(name))
         assert await ending.get(names) == [deleted] * len(names)
         assert not await ending.end(names[0], whole)
         assert not await ending.end("resp_gone", whole)
+
+
+async def test_a_deleted_response_leaves_a_mark_and_what_was_none_leaves_nothing(
+    valkey: ValkeyServer,
+) -> None:
+    deleted = StoredResponse(is_deleted=True)
+    async with connected(valkey.url) as bus:
+        store = ResponseStore(bus)
+        await store.put("resp_there", StoredResponse(tenant="t", items=b"[1]", body=b"{}"))
+        for _ in range(2):
+            for name in ("resp_there", "resp_never"):
+                await store.delete(name)
+            await store.delete("resp_told", is_told=True)
+        found = await store.get(["resp_there", "resp_never", "resp_told"])
+        assert found == [deleted, None, deleted]
 
 
 async def test_the_end_of_a_beginning_is_kept(valkey: ValkeyServer) -> None:

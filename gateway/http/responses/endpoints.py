@@ -136,9 +136,9 @@ async def _end_for_good(request: web.Request, response: str) -> bool:
     it is forgotten at its end. Raises ResponseNotFound.
     """
     await _told(request, response)
-    shelves, run_id = shelves_of(request), stored_run(response)
-    await request.app[STATE].store.idempotency.bury(run_id)  # first: what is deleted is not found again
-    await shelves.delete(response)
+    store, run_id = request.app[STATE].store, stored_run(response)
+    await store.idempotency.bury(run_id)  # first: what is deleted is not found again
+    await store.responses.delete(response, is_told=True)
     await request.app[STATE].runs.cancel(run_id)
     with contextlib.suppress(TimeoutError, RunNotFound):
         async with asyncio.timeout(CANCEL_SECONDS):

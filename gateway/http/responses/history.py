@@ -109,10 +109,6 @@ class Shelves:
         except BusLost:
             log.warning("response_not_stored")
 
-    async def delete(self, response: str) -> None:
-        """It cannot be read any more. Raises BusLost."""
-        await self.store.put(response, StoredResponse(tenant=self.access.tenant, is_deleted=True))
-
     async def conversation(self, response: str, last: StoredResponse) -> History:
         """All up to the end of a stored response. Raises InvalidField."""
         if len(last.chain) >= MAX_CHAIN:
