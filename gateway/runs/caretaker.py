@@ -209,15 +209,21 @@ class Caretaker:
                 return  # the next look tries again
             except GatewayError as error:
                 log.error("run_not_rebuilt", kind=error.kind)
-                run.is_attended = True
+                self._own(run)
                 await self._runs.driver.fail(run, error.kind, error.message, retryable=False)
                 return
             log.info("run_taken_over")
         if run.order is not None:
             await self._runs.driver.turns.send_again(run)
-        run.is_attended = True
+        self._own(run)
         await self._runs.driver.telling.retell(run)
         await self._runs.driver.look(run)  # a command that came meanwhile has woken nobody
+
+    def _own(self, run: Run) -> None:
+        run.is_attended = True
+        for hear in self._runs.on_take_over:
+            with self._border:
+                hear(run)
 
     def _is_orphan(self, run: Run, now: float) -> bool:
         """A call of a gateway that is gone lives for a client that resumes it, and not for long."""

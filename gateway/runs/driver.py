@@ -51,14 +51,11 @@ log = structlog.get_logger(__name__)
 
 
 class Driver:
-    """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once, those of
-    `on_run_end` of the ends of runs whose steps are this gateway's.
-    """
+    """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once."""
 
     def __init__(self, bus: Bus, places: Places, keeper: Keeper, tasks: Tasks, make_child: MakeChild) -> None:
         self.runs: dict[str, Run] = {}
         self.on_turn_end: list[Callable[[Run], None]] = []
-        self.on_run_end: list[Callable[[Run], None]] = []
         self.is_closed = False  # sends nothing more
         self.make_child = make_child
         self.telling = Telling(bus, keeper, tasks)
@@ -306,7 +303,6 @@ class Driver:
                     await self._step_surely(run)
             log.info("run_ended", state=run.state.status)
             if run.is_ours:
-                self._tell(self.on_run_end, run)
                 await self._surely(lambda: self.telling.finish(run))
             await self.clear(run.run_id)
         except StreamGone:

@@ -54,8 +54,9 @@ log = structlog.get_logger(__name__)
 
 
 class Runs:
-    """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once; `talk` makes
-    detached runs, and is given by the HTTP side.
+    """The runs that this gateway follows. `on_turn_end` functions hear of each turn's end once, those of
+    `on_take_over` of runs that it goes on with in place of their own gateway; `talk` makes detached runs, and
+    is given by the HTTP side.
     """
 
     talk: Talk | None = None
@@ -79,6 +80,7 @@ class Runs:
         self._recorder = Recorder(bus, self)
         self._cancelling = Cancelling(bus, self.keeper)
         self._verbs = Verbs(self._recorder, self._making, self.keeper)
+        self.on_take_over: list[Callable[[Run], None]] = []
         self._stopping = False  # takes no new runs
         directory.on_poll.append(self._driver.release)
 
@@ -88,11 +90,6 @@ class Runs:
     def on_turn_end(self) -> list[Callable[[Run], None]]:
         """Functions that hear of each turn's end."""
         return self._driver.on_turn_end
-
-    @property
-    def on_run_end(self) -> list[Callable[[Run], None]]:
-        """Functions that hear of the ends of runs whose steps are this gateway's."""
-        return self._driver.on_run_end
 
     @property
     def astray(self) -> Astray:

@@ -89,12 +89,8 @@ class FakeRuns(Runs):
         self.is_full = False
         self.num_reserved = 0
         self.num_starting = 0
-        self._on_run_end: list[Callable[[Run], None]] = []
+        self.on_take_over: list[Callable[[Run], None]] = []
         self._players: set[asyncio.Task[None]] = set()
-
-    @property
-    def on_run_end(self) -> list[Callable[[Run], None]]:
-        return self._on_run_end
 
     @property
     def num_waiting(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from gateway.runs.outcomes import FINAL
 from tests.conftest import ValkeyServer
 from workers.messages import run_events_key
 
@@ -101,6 +102,22 @@ async def test_who_takes_a_response_over_stores_it_though_nobody_reads_it(
             assert (await ended(third, response))["output"][0]["content"][0]["text"] == FIRST
             asked = {**ASKED, "previous_response_id": response, "background": False}
             assert (await third.call("POST", "/v1/responses", asked))[0] == 200
+
+
+async def test_who_takes_a_response_over_ends_it_at_its_one_call_though_nobody_reads_it(
+    valkey: ValkeyServer, tmp_path: Path
+) -> None:
+    """`parallel_tool_calls: false`: what follows the first call is not wanted."""
+    asked = {**ASKED, "tools": [TOOL], "parallel_tool_calls": False}
+    async with TalkingEngine(valkey.url, lambda prompt: CALL + CALL * 20, workers=1) as engine:
+        async with serving(valkey.url, tmp_path, "g1", kill=True) as first:
+            response, _ = await begin(first, engine, "decoding", asked)
+        async with serving(valkey.url, tmp_path, "g2") as second:
+            engine.allowed = len(CALL * 2)  # tokens are bytes at most: two calls come, and then it waits
+            await reaches(second, run_of(response), lambda shown: shown["status"] in FINAL)
+            told = await ended(second, response)
+            assert told["status"] == "completed", told
+            assert [item["type"] for item in told["output"]] == ["function_call"]
 
 
 async def test_a_cancel_at_the_gateway_that_took_it_over_ends_it(

@@ -5,6 +5,7 @@ Owns the tasks that do it. Knows no items.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import cast
@@ -25,36 +26,48 @@ from gateway.store.responses import fits
 from gateway.tasks import Tasks
 from workers.messages import RUN_END_ID
 
+RETRY_SECONDS = 1.0
+"""How long a bus that is away is left alone."""
+
 BACKGROUND = web.AppKey("background", Tasks)
 
 
 async def keep_background(app: web.Application) -> AsyncIterator[None]:
-    """Keeps the tasks of one application, and stores responses whose own gateway is gone at their ends; for
-    its cleanup_ctx.
+    """Keeps the tasks of one application, and follows responses whose own gateway is gone; for its
+    cleanup_ctx.
     """
     app[BACKGROUND] = tasks = Tasks()
     state = app[STATE]
 
-    def store_taken_over(run: Run) -> None:
-        if run.is_attended and run.state.spec.is_background:
-            tasks.spawn(_store(state, run.run_id), run.in_logs())
+    def follow_taken_over(run: Run) -> None:
+        if run.state.spec.is_background:
+            tasks.spawn(_follow_taken_over(state, run.run_id), run.in_logs())
 
-    state.runs.on_run_end.append(store_taken_over)
+    state.runs.on_take_over.append(follow_taken_over)
     yield
-    state.runs.on_run_end.remove(store_taken_over)
+    state.runs.on_take_over.remove(follow_taken_over)
     await tasks.end()
 
 
+async def _follow_taken_over(state: State, run_id: str) -> None:
+    """A response that nobody here has begun: stopped where it has said all, and stored at its end."""
+    while True:
+        try:
+            return await _store(state, run_id)
+        except RunNotFound:
+            return
+        except BusLost:
+            await asyncio.sleep(RETRY_SECONDS)
+
+
 async def _store(state: State, run_id: str) -> None:
-    """The body of a response that nobody here has begun."""
     response, store = response_id(run_id), state.store.responses
-    with contextlib.suppress(RunNotFound, BusLost):  # whoever reads it within the hour stores it as well
-        told = await told_run(state.runs, run_id)
-        (begun,) = await store.get([response])
-        if begun is not None:
-            whole = msgspec.structs.replace(begun, body=msgspec.json.encode(told.teller.body()))
-            if fits(whole):
-                await store.end(response, whole)
+    told = await told_run(state.runs, run_id)
+    (begun,) = await store.get([response])
+    if begun is not None:
+        whole = msgspec.structs.replace(begun, body=msgspec.json.encode(told.teller.body()))
+        if fits(whole):
+            await store.end(response, whole)
 
 
 async def follow(
