@@ -15,7 +15,7 @@ from .books import counters
 from .hybrid_folder import NO_MARKERS, make_chatting, words
 from .served import Served
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.gate, pytest.mark.timeout(240)]
 
 CONTEXT, PROMPT_TOKENS = 24_576, 20_000
 NUM_CHILDREN, CHILD_TOKENS, CHILD_ROWS = 8, 4, 64
@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, int], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.gate), "hybrid"])
+@pytest.fixture(scope="module", params=["dense", "hybrid"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family, changes, flags = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp("models") / family

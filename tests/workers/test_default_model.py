@@ -70,6 +70,7 @@ def test_native_kv_gives_mlx_lms_tokens_cold_warm_and_in_company(
     assert tested.engine.stats().prompt_tokens_cached > 0
 
 
+@pytest.mark.gate
 def test_weights_kept_as_the_folder_has_them_give_mlx_lms_tokens(
     folder: Path, prompts: list[list[int]]
 ) -> None:

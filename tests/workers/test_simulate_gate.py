@@ -1,6 +1,6 @@
 """The gate: what the cache must answer of a day of coding agents' calls, with the policies that serve them.
 
-One order of sessions is quick enough for each run; the means over several orders are `make gate`.
+One order of sessions, and the means over several: `make gate`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def replay(agents: int, pool_tokens: int, seed: int) -> Report:
     return Replay(trace(), capacity, Device(), seed).run()
 
 
+@pytest.mark.gate
 def test_eight_agents_in_a_million_tokens() -> None:
     started = process_time()
     report = replay(8, 1_048_576, seed=0)
