@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from gateway.aliases import Aliases
 from gateway.bus import Bus
 from gateway.flow.classes import Classes, DefaultRules, FlowHints
@@ -14,8 +16,10 @@ from gateway.flow.directory import Directory
 from gateway.flow.places import Order, Places
 from gateway.http.continuing import ChatTalk
 from gateway.runs.caretaker import Caretaker
+from gateway.runs.run import Run
 from gateway.runs.runs import Runs
 from gateway.runs.spec import Budget
+from gateway.runs.state import RunState
 from gateway.text.prompts import PromptLibrary
 from metrics.exposition import render
 from metrics.instruments import Instruments
@@ -120,3 +124,11 @@ async def test_who_waits_too_long_for_its_tree_is_told_and_counts_as_never_sent(
         engine.allowed = None
         for run_id in (root, child):
             assert (await ended(gate, run_id)).status == "completed"
+
+
+@pytest.mark.parametrize(("since_ms", "least", "most"), [(-3_600_000, 0.0, 60.0), (3_600_000, 0.0, 0.0)])
+def test_what_a_run_waited_while_no_gateway_was_up_does_not_count(
+    since_ms: int, least: float, most: float
+) -> None:
+    run = Run("run-1", RunState(waiting_since=time.time() + since_ms / 1000), None)
+    assert least <= run.waited_seconds <= most
