@@ -90,7 +90,7 @@ class Described:
 def sse_events(blocks: list[str]) -> Iterator[dict[str, str]]:
     """Those that have data."""
     for block in blocks:
-        lines = [line.partition(": ") for line in block.splitlines() if not line.startswith(":")]
+        lines = [line.partition(": ") for line in block.split("\n") if not line.startswith(":")]
         assert {name for name, _, _ in lines} <= {"id", "event", "data"}, "no field of an event"
         event = {name: value for name, _, value in lines}
         assert "data" in event or not event

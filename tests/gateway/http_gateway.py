@@ -53,10 +53,10 @@ def events_of(text: str) -> list[dict[str, Any]]:
     """Parsed SSE: id (or None), data (JSON or '[DONE]'), comments as {'comment': ...}."""
     events: list[dict[str, Any]] = []
     for block in text.split("\n\n"):
-        lines = [line.partition(": ") for line in block.splitlines()]
+        lines = [line.partition(": ") for line in block.split("\n")]
         fields = {name: value for name, _, value in lines if name}
         if block.startswith(":"):
-            events.append({"comment": block.splitlines()[0]})
+            events.append({"comment": block.split("\n")[0]})
         if "data" in fields:
             data = fields["data"]
             events.append({"id": fields.get("id"), "data": data if data == "[DONE]" else json.loads(data)})

@@ -57,7 +57,7 @@ async def stream(gateway: Gateway, body: dict[str, Any], **kwargs: Any) -> list[
 def sse_events(text: str) -> list[SseEvent]:
     events = []
     for block in text.split("\n\n")[:-1]:
-        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
         data = json.loads(fields["data"])
         assert fields["event"] == data["type"] and fields.keys() <= {"id", "event", "data"}
         msgspec.convert(data, MessagesErrorBody if data["type"] == "error" else MessageEvent, strict=True)

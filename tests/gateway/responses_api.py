@@ -37,7 +37,7 @@ def sse_events(text: str) -> list[SseEvent]:
     assert text.endswith("\n\n")
     events = []
     for block in text.split("\n\n")[:-1]:
-        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
         event = SseEvent(fields["event"], json.loads(fields["data"]), fields["data"])
         assert event.name == event.data["type"]
         if "response" in event.data:

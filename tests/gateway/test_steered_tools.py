@@ -128,7 +128,7 @@ async def test_a_chat_stream_never_completes_a_call_that_a_steer_dropped(
     steered: Steered, num_tokens: int
 ) -> None:
     text = await steered.text("chat", num_tokens, stream=True)
-    datas = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    datas = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     choices = [choice for data in datas[:-1] for choice in json.loads(data)["choices"]]
     assert "".join(choice["delta"].get("content", "") for choice in choices) == WORDS.rstrip() + BETTER
     assert choices[-1]["finish_reason"] == "stop"
