@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 import pytest
 
 from gateway.errors import RunNotFound
@@ -15,6 +18,7 @@ from workers.messages import KEY_PREFIX, RUNS_LIVE_KEY, Derail, Tokens, run_even
 from .chatting import CALL, chatting, ended, generated, spec
 from .fake_engine import until
 from .talking_engine import TalkingEngine
+from .test_runs import Gateway
 
 FOR_EVER = ("engine:", "engines", "tokenizer:", "gateway:g1:wake")
 """Whose keys stay, and of shelves what they have in which order and how large."""
@@ -59,15 +63,22 @@ async def test_no_key_of_a_run_is_without_an_end(valkey: ValkeyServer) -> None:
         assert sum(name.startswith("run:") for name in names) > 8
 
 
+@contextlib.asynccontextmanager
+async def ended_but_still_told(gate: Gateway, engine: TalkingEngine) -> AsyncIterator[str]:
+    """A cancelled run; what is told of its end takes as long as the block."""
+    engine.allowed = 4
+    run_id = await gate.runs.create(spec())
+    await generated(gate, run_id, 4)
+    run = gate.runs._driver.runs[run_id]
+    async with run.telling:
+        await gate.runs.cancel(run_id, seconds=5)
+        await until(lambda: run.state.ended is not None)
+        yield run_id
+
+
 async def test_a_run_that_is_deleted_while_its_end_is_still_told_is_gone(valkey: ValkeyServer) -> None:
     async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
-        engine.allowed = 4
-        run_id = await gate.runs.create(spec())
-        await generated(gate, run_id, 4)
-        run = gate.runs._driver.runs[run_id]
-        async with run.telling:  # what is told of it takes its time
-            await gate.runs.cancel(run_id, seconds=5)
-            await until(lambda: run.state.ended is not None)
+        async with ended_but_still_told(gate, engine) as run_id:
             assert gate.is_live(run_id)
             with valkey.client() as client:
                 client.delete(run_events_key(run_id))
@@ -81,13 +92,7 @@ async def test_a_run_that_is_deleted_while_its_end_is_still_told_is_gone(valkey:
 
 async def test_what_is_told_of_the_end_of_a_deleted_run_goes_with_it(valkey: ValkeyServer) -> None:
     async with TalkingEngine(valkey.url, answers) as engine, chatting(valkey.url) as gate:
-        engine.allowed = 4
-        run_id = await gate.runs.create(spec())
-        await generated(gate, run_id, 4)
-        run = gate.runs._driver.runs[run_id]
-        async with run.telling:  # what is told of it takes its time
-            await gate.runs.cancel(run_id, seconds=5)
-            await until(lambda: run.state.ended is not None)
+        async with ended_but_still_told(gate, engine) as run_id:
             await forget(gate.runs.keeper.store, run_id)
         await until(lambda: not gate.is_live(run_id))
         with valkey.client() as client:

@@ -15,6 +15,7 @@ from workers.messages import KEY_PREFIX, RunEnded, gateway_lease_key
 from .chatting import assert_adds_up, chatting, ended, generated, reaches, result, spec
 from .talking_engine import TalkingEngine
 from .test_run_verbs import FIRST, SECOND, answers, calls
+from .test_runs import Gateway
 
 
 async def test_verbs_at_another_gateway_reach_the_owner(valkey: ValkeyServer) -> None:
@@ -97,14 +98,20 @@ async def test_another_gateway_goes_on_with_a_dead_ones_run(valkey: ValkeyServer
                 await ended(second, other)
 
 
+async def fork_in_line(gate: Gateway, engine: TalkingEngine) -> tuple[str, list[str], str]:
+    """An ended parent, runs that keep a one-worker engine from more, and the parent's fork behind them."""
+    parent = await gate.runs.create(spec())
+    await ended(gate, parent)
+    engine.allowed = 1
+    blocking = [await gate.runs.create(spec("other")) for _ in range(2)]
+    child = (await gate.runs.fork(ForkPoint(run=parent), spec("child"))).run_id
+    return parent, blocking, child
+
+
 async def test_a_dead_gateways_fork_is_rebuilt_from_its_parents_kept_tokens(valkey: ValkeyServer) -> None:
     async with TalkingEngine(valkey.url, answers, workers=1) as engine:
         async with chatting(valkey.url, "g1", kill=True) as first:
-            parent = await first.runs.create(spec())
-            await ended(first, parent)
-            engine.allowed = 1
-            blocking = [await first.runs.create(spec("other")) for _ in range(2)]
-            child = (await first.runs.fork(ForkPoint(run=parent), spec("child"))).run_id
+            _, blocking, child = await fork_in_line(first, engine)
             assert (await first.runs.state(child)).status == "queued"
         engine.allowed = None
         async with chatting(valkey.url, "g2") as second:
@@ -117,11 +124,7 @@ async def test_a_dead_gateways_fork_is_rebuilt_from_its_parents_kept_tokens(valk
 async def test_a_run_that_can_be_rebuilt_nowhere_is_rejected(valkey: ValkeyServer) -> None:
     async with TalkingEngine(valkey.url, answers, workers=1) as engine:
         async with chatting(valkey.url, "g1", kill=True) as first:
-            parent = await first.runs.create(spec())
-            await ended(first, parent)
-            engine.allowed = 1
-            blocking = [await first.runs.create(spec("other")) for _ in range(2)]
-            child = (await first.runs.fork(ForkPoint(run=parent), spec("child"))).run_id
+            parent, blocking, child = await fork_in_line(first, engine)
             assert (await first.runs.state(child)).attempt == 0
         with valkey.client() as client:
             client.delete(*(f"{KEY_PREFIX}run:{run_id}:ids" for run_id in (parent, child)))
